@@ -1,0 +1,28 @@
+"""Block keys: the names under which router and replicas speak of cached prefixes.
+
+A block is `block_size` token ids, as little-endian uint32 bytes. The key of a block is
+`xxh3_64(block, seed=key of the block before it)`, and the seed of the first is `root(namespace)`, so
+that one key names a whole path from the root, under one namespace. Only whole blocks have keys.
+Both sides hash token ids themselves; no engine's own hashes enter. A collision can only misroute:
+the engine compares tokens.
+"""
+
+from xxhash import xxh3_64_intdigest
+
+TOKEN_BYTES = 4
+
+
+def root(model: str, adapter: str = "", salt: str = "") -> int:
+    """The root seed of a namespace, as an unsigned 64-bit integer."""
+    parts = (part.encode() for part in (model, adapter, salt))
+    return xxh3_64_intdigest(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
+
+
+def block_keys(token_ids: bytes, block_size: int, parent: int) -> list[int]:
+    """Keys of the whole blocks in `token_ids`; `parent` is the key (or root) before the first."""
+    width = block_size * TOKEN_BYTES
+    keys = []
+    for start in range(0, len(token_ids) - width + 1, width):
+        parent = xxh3_64_intdigest(token_ids[start : start + width], parent)
+        keys.append(parent)
+    return keys

@@ -1,0 +1,107 @@
+"""Every setting of every process, typed, with one meaning each.
+
+Values come, strongest first, from flags (`--kv-tokens 8192`), the environment
+(`HOTBRANCH_KV_TOKENS`), a YAML file (`--config` or `HOTBRANCH_CONFIG`), and the defaults here.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Tenant(BaseModel):
+    """A tenant, known by its API key. `isolation: tenant` salts its cache namespace."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    key_sha256: Sha256
+    isolation: Literal["shared", "tenant"] = "shared"
+
+
+class Common(BaseModel):
+    """Settings of every process."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field("smollm2", description="model directory (HF layout), or smollm2")
+    served_name: str = Field("", description="model name on the API; default: the directory's name")
+    cache_dir: Path = Field(
+        Path("~/.cache/hotbranch"), description="where the converted embedded model is kept"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="log lines as JSON or text; auto: text on a terminal"
+    )
+
+
+class ReplicaSettings(Common):
+    """Settings of one replica."""
+
+    replica_id: str = Field("", description="name of this replica; default: host:port")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    grpc_port: Port = Field(0, description="gRPC port; 0 picks a free one")
+    metrics_port: Port = Field(0, description="Prometheus port of the replica; 0 picks a free one")
+    engine: Literal["radix"] = Field("radix", description="engine")
+    device: str = Field("auto", description="torch device: auto, cpu, cuda, cuda:1")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="weights")
+    threads: int = Field(0, ge=0, description="torch threads; 0: all cores")
+    block_size: Positive = Field(16, description="tokens in a KV block")
+    kv_tokens: Positive = Field(16384, description="KV pool, in tokens")
+    max_context: int = Field(0, ge=0, description="longest sequence; 0: the model's own limit")
+    chunk_tokens: Positive = Field(512, description="prefill tokens computed in one step, at most")
+    max_running: Positive = Field(64, description="sequences decoded together, at most")
+    max_waiting: Positive = Field(4096, description="requests waiting in the engine, at most")
+    policy: Literal["fcfs", "longest_prefix"] = Field(
+        "longest_prefix", description="admission order"
+    )
+    starvation_s: Seconds = Field(60.0, description="a request older than this goes first")
+
+
+class RouterSettings(Common):
+    """Settings of one router."""
+
+    router_host: str = Field("127.0.0.1", description="address to listen on")
+    port: Port = Field(8080, description="HTTP port; 0 picks a free one")
+    replica: list[str] = Field(
+        [],
+        description="a replica; repeat for more",
+        json_schema_extra={"metavar": "HOST:PORT"},
+    )
+    models: dict[str, str] = Field(
+        {},
+        description="a further model of the fleet; repeat for more",
+        json_schema_extra={"metavar": "NAME=DIR"},
+    )
+    tenants: list[Tenant] = Field(
+        [], description="tenants and their keys (YAML); none: open to all"
+    )
+    admin_key_sha256: Sha256 | None = Field(
+        None, description="hash of the key for /admin; unset: loopback clients only"
+    )
+    max_body_bytes: Positive = Field(8 << 20, description="largest request body")
+    max_choices: Positive = Field(
+        16, description="largest n, and prompts in one completion request"
+    )
+    max_open: Positive = Field(4096, description="requests in flight, at most; beyond: 429")
+    prediction_s: Seconds = Field(30.0, description="life of a predicted cache entry")
+    drain_s: Seconds = Field(30.0, description="how long a stopping process lets requests finish")
+
+
+class RaySettings(BaseModel):
+    """How the processes lie on a Ray cluster."""
+
+    replicas: Positive = Field(2, description="number of replicas")
+    replica_gpus: float = Field(0.0, ge=0, description="GPUs of each replica")
+    replica_cpus: float = Field(1.0, ge=0, description="CPUs Ray reserves for each replica")
+    router_cpus: float = Field(0.1, ge=0, description="CPUs Ray reserves for the router")
+
+
+class UpSettings(ReplicaSettings, RouterSettings, RaySettings):
+    """Everything: what `hotbranch up` and the Ray application take."""
