@@ -1,0 +1,81 @@
+"""The replicas that discovery names, each with its link."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from hotbranch.log import event
+from router.fleet.discovery import Discovery
+from router.fleet.link import Link, State
+from router.fleet.watcher import Watcher
+
+log = logging.getLogger(__name__)
+
+
+class Fleet:
+    """Keeps one link per address. A replica that discovery drops finishes its work, then goes."""
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        fingerprints: Mapping[str, str],
+        watcher: Callable[[str], Watcher],
+        drain_s: float,
+    ) -> None:
+        self._discovery = discovery
+        self._fingerprints = fingerprints
+        self._watcher = watcher
+        self._drain_s = drain_s
+        self._links: dict[str, Link] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def links(self) -> list[Link]:
+        return list(self._links.values())
+
+    def ready(self, model: str) -> list[Link]:
+        """Links that take requests for a served model name."""
+        return [
+            link
+            for link in self._links.values()
+            if link.state is State.READY and link.description and link.description.model == model
+        ]
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._follow(), name="fleet")
+
+    async def stop(self) -> None:
+        """Close every link at once."""
+        if self._task:
+            self._task.cancel()
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        self._links.clear()
+
+    async def _follow(self) -> None:
+        async for addresses in self._discovery.watch():
+            for address in addresses - self._links.keys():
+                self._links[address] = Link(address, self._fingerprints, self._watcher(address))
+            for address in self._links.keys() - addresses:
+                link = self._links.pop(address)
+                task = asyncio.create_task(self._leave(link))
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+
+    async def _leave(self, link: Link) -> None:
+        event(log, "replica leaves", replica=link.replica_id, in_flight=link.in_flight)
+        link.drain()
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await link.idle.wait()
+        except TimeoutError:
+            event(
+                log,
+                "replica left unfinished",
+                replica=link.replica_id,
+                open=link.in_flight,
+            )
+        finally:
+            await link.close()

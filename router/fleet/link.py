@@ -1,0 +1,271 @@
+"""One replica as the router reaches it: a connection, its streams, its state.
+
+A link connects, asks what the replica is, opens one Serve and one WatchCache stream, and does so
+again, after growing pauses, whenever the connection breaks. It carries requests and reports; it
+decides nothing.
+"""
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from hotbranch.log import event
+from hotbranch.v1 import replica_pb2_grpc
+from hotbranch.v1.cache_pb2 import Load, WatchRequest
+from hotbranch.v1.replica_pb2 import DescribeRequest, Description
+from hotbranch.v1.serve_pb2 import ClientFrame, Delta, Rejection, ServerFrame, Submit
+from router.fleet.outstanding import Outstanding
+from router.fleet.watcher import ViewLost, Watcher
+
+log = logging.getLogger(__name__)
+
+CHANNEL_OPTIONS = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+DESCRIBE_TIMEOUT_S = 5.0
+PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+class State(StrEnum):
+    CONNECTING = "connecting"  # not reached yet, or lost
+    READY = "ready"
+    DRAINING = "draining"  # finishes what it has
+    REFUSED = "refused"  # reached, but its model or tokenizer is not ours
+
+
+class Receiver(Protocol):
+    """Takes what comes back for the choices of one prompt."""
+
+    def deliver(self, deltas: Sequence[tuple[int, Delta]]) -> None:
+        """(choice, delta) pairs of one engine step."""
+
+    def reject(self, choice: int, rejection: Rejection) -> None:
+        """The replica will not run this choice."""
+
+    def lost(self, reason: str) -> None:
+        """The connection broke: nothing more comes for any choice."""
+
+
+class Disconnected(Exception):
+    """The other side ended a stream that should not end."""
+
+
+class Link:
+    """A replica by its address. `fingerprints` maps served names to our tokenizers'.
+
+    `idle` is set while no request is open.
+    """
+
+    def __init__(self, address: str, fingerprints: Mapping[str, str], watcher: Watcher) -> None:
+        self.address = address
+        self.state = State.CONNECTING
+        self.problem = ""
+        self.description: Description | None = None
+        self.load: Load | None = None
+        self.outstanding = Outstanding()
+        self.watcher = watcher
+        self._fingerprints = fingerprints
+        self._tickets = itertools.count(1)
+        self._open: dict[int, tuple[Receiver, int]] = {}
+        self._outbox = ClientFrame()
+        self._wake = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._task = asyncio.create_task(self._run(), name=f"link {address}")
+
+    @property
+    def replica_id(self) -> str:
+        return self.description.replica_id if self.description else self.address
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._open)
+
+    def submit(self, submits: Sequence[Submit], receiver: Receiver, uncached: int) -> list[int]:
+        """Send the choices of one prompt; returns their tickets. Never blocks.
+
+        `uncached` is the prefill in tokens that they need together.
+        """
+        tickets = []
+        for choice, submit in enumerate(submits):
+            submit.ticket = next(self._tickets)
+            self._open[submit.ticket] = (receiver, choice)
+            self._outbox.submit.append(submit)
+            tickets.append(submit.ticket)
+        self.idle.clear()
+        self.outstanding.sent(tickets[0], uncached, time.monotonic())
+        self._wake.set()
+        return tickets
+
+    def cancel(self, tickets: Sequence[int]) -> None:
+        """Cancel what of `tickets` is open; nothing more is delivered for them."""
+        for ticket in tickets:
+            if ticket in self._open:
+                self._end(ticket)
+                self._outbox.cancel.append(ticket)
+                self._wake.set()
+
+    def drain(self) -> None:
+        """Take no new requests; those in flight go on."""
+        if self.state is State.READY:
+            self.state = State.DRAINING
+
+    async def close(self) -> None:
+        """Disconnect for good. Open requests are lost, the replica's blocks forgotten."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._disconnected("closed")
+        self.watcher.close()
+
+    async def _run(self) -> None:
+        failures = 0
+        while True:
+            began = time.monotonic()
+            reason = "refused"
+            try:
+                async with grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS) as channel:
+                    await self._session(channel)
+            except* (grpc.aio.AioRpcError, Disconnected) as group:
+                reason = _reason(group.exceptions[0])
+            self._disconnected(reason)
+            lasted = time.monotonic() - began
+            failures = 0 if lasted > PAUSES_S[-1] else failures + 1
+            await asyncio.sleep(
+                PAUSES_S[min(failures, len(PAUSES_S) - 1)] * random.uniform(0.75, 1.25)
+            )
+
+    async def _session(self, channel: grpc.aio.Channel) -> None:
+        stub = replica_pb2_grpc.ReplicaStub(channel)
+        self.description = await stub.Describe(DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
+        problem = self._mismatch(self.description)
+        if problem:
+            if problem != self.problem:
+                event(log, "replica refused", replica=self.replica_id, reason=problem)
+            self.state, self.problem = State.REFUSED, problem
+            return
+        self.problem = ""
+        call = stub.Serve()
+        await call.wait_for_connection()
+        self.state = State.DRAINING if self.description.draining else State.READY
+        event(log, "replica connected", replica=self.replica_id, address=self.address)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write(call))
+            tasks.create_task(self._read(call))
+            tasks.create_task(self._watch_cache(stub))
+            tasks.create_task(self._watch_health(channel))
+
+    def _mismatch(self, description: Description) -> str:
+        ours = self._fingerprints.get(description.model)
+        if ours is None:
+            return f"it serves {description.model!r}, which this router does not know"
+        if ours != description.tokenizer_fingerprint:
+            return f"its tokenizer or chat template of {description.model!r} differs from ours"
+        return ""
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[ClientFrame, ServerFrame]") -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            frame, self._outbox = self._outbox, ClientFrame()
+            await call.write(frame)
+
+    async def _read(self, call: "grpc.aio.StreamStreamCall[ClientFrame, ServerFrame]") -> None:
+        async for frame in call:
+            self._deliver(frame)
+        raise Disconnected("the replica ended the stream")
+
+    def _deliver(self, frame: ServerFrame) -> None:
+        groups: dict[Receiver, list[tuple[int, Delta]]] = {}
+        for delta in frame.deltas:
+            entry = self._open.get(delta.ticket)
+            if entry is None:
+                continue  # cancelled meanwhile
+            receiver, choice = entry
+            self.outstanding.settled(delta.ticket)
+            if delta.finish:
+                self._end(delta.ticket)
+            groups.setdefault(receiver, []).append((choice, delta))
+        for receiver, deltas in groups.items():
+            receiver.deliver(deltas)
+        for rejection in frame.rejections:
+            entry = self._open.get(rejection.ticket)
+            if entry is not None:
+                self._end(rejection.ticket)
+                receiver, choice = entry
+                receiver.reject(choice, rejection)
+
+    def _end(self, ticket: int) -> None:
+        del self._open[ticket]
+        self.outstanding.settled(ticket)
+        if not self._open:
+            self.idle.set()
+
+    async def _watch_cache(self, stub: "replica_pb2_grpc.ReplicaAsyncStub") -> None:
+        while True:
+            self.watcher.restart()
+            call = stub.WatchCache(WatchRequest())
+            try:
+                async for update in call:
+                    if update.HasField("load"):
+                        self.load = update.load
+                        self.outstanding.reported(update.load.outstanding_tokens, time.monotonic())
+                    else:
+                        self.watcher.apply(update)
+                reason = "ended"
+            except ViewLost as lost:
+                reason = lost.reason
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                reason = "overflow"
+            finally:
+                call.cancel()
+            self.watcher.lost(reason)
+            event(log, "cache view lost", replica=self.replica_id, reason=reason)
+            await asyncio.sleep(PAUSES_S[0])
+
+    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs name no methods
+        async for health in stub.Watch(health_pb2.HealthCheckRequest()):
+            serving = health.status == health_pb2.HealthCheckResponse.SERVING
+            if serving and self.state is State.DRAINING:
+                self.state = State.READY
+            elif not serving:
+                self.drain()
+        raise Disconnected("the replica ended its health stream")
+
+    def _disconnected(self, reason: str) -> None:
+        if self.state in (State.READY, State.DRAINING):
+            event(log, "replica lost", replica=self.replica_id, reason=reason)
+        if self.state is not State.REFUSED:
+            self.state = State.CONNECTING
+        self.load = None
+        self.outstanding = Outstanding()
+        self._outbox = ClientFrame()
+        receivers = dict.fromkeys(receiver for receiver, _ in self._open.values())
+        self._open.clear()
+        self.idle.set()
+        for receiver in receivers:
+            receiver.lost(reason)
+
+
+def _reason(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name.lower()}: {error.details()}"
+    return str(error)

@@ -1,0 +1,46 @@
+"""Uncached prompt tokens a replica still has to prefill: what it said last, and what we sent since.
+
+A report is old when it arrives (field reports: a router that trusts polled load alone sends every
+request of one interval to one worker). Other routers' work is only in the report; our own is known.
+"""
+
+
+class Outstanding:
+    """Pure; times in seconds of the caller's clock."""
+
+    def __init__(self) -> None:
+        self._reported = 0
+        self._reported_at = float("-inf")
+        self._sent: dict[int, tuple[float, int]] = {}  # ticket -> (time, tokens), not begun yet
+        self._ours = 0
+        self._since_report = 0
+
+    def sent(self, ticket: int, tokens: int, now: float) -> None:
+        """A request was submitted that needs `tokens` of prefill."""
+        self._sent[ticket] = (now, tokens)
+        self._ours += tokens
+        self._since_report += tokens
+
+    def settled(self, ticket: int) -> None:
+        """The request produced its first token, or ended. Idempotent."""
+        entry = self._sent.pop(ticket, None)
+        if entry is not None:
+            time, tokens = entry
+            self._ours -= tokens
+            if time > self._reported_at:
+                self._since_report -= tokens
+
+    def reported(self, tokens: int, now: float) -> None:
+        """The replica's own figure arrived."""
+        self._reported = tokens
+        self._reported_at = now
+        self._since_report = 0
+
+    def reset(self) -> None:
+        """The connection is gone, and with it all that we sent."""
+        self.__init__()  # type: ignore[misc]
+
+    @property
+    def tokens(self) -> int:
+        """The estimate. Never below our own work: a report may have crossed it on the way."""
+        return max(self._reported + self._since_report, self._ours)

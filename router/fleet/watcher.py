@@ -1,0 +1,32 @@
+"""What a link hands its replica's cache stream to."""
+
+from collections import Counter
+from typing import Protocol
+
+from hotbranch.v1.cache_pb2 import CacheUpdate
+
+
+class ViewLost(Exception):
+    """The stream broke its own rules and must be watched anew; `reason` is a metric label."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Watcher(Protocol):
+    """Applies the stream of one replica, in order. `resyncs` counts lost views by reason."""
+
+    resyncs: Counter[str]
+
+    def restart(self) -> None:
+        """A new stream begins: what comes first is a snapshot."""
+
+    def apply(self, update: CacheUpdate) -> None:
+        """Take one message. Raises ViewLost."""
+
+    def lost(self, reason: str) -> None:
+        """Count a lost view; `restart` follows."""
+
+    def close(self) -> None:
+        """The replica is gone for good."""

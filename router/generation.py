@@ -1,0 +1,59 @@
+"""What the API sees of a request that was placed: one route, its deltas, its end."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hotbranch.v1.serve_pb2 import Delta, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt and the namespace it is cached under. `token_ids` is uint32 LE bytes."""
+
+    model: str
+    token_ids: bytes
+    tenant: str
+    request_id: str
+    salt: str = ""
+    adapter: str = ""
+    priority: int = 0
+    deadline_s: float = 0.0
+
+
+class Unavailable(Exception):
+    """No replica can take the request now: HTTP 503, or 429 when `overloaded`."""
+
+    def __init__(self, message: str, retry_after_s: int = 1, overloaded: bool = False) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.overloaded = overloaded
+
+
+class Refused(Exception):
+    """The engine says that this request can never run: HTTP 400."""
+
+
+class Route(Protocol):
+    """One prompt on one replica, generating one or more choices.
+
+    A failure before the first token is retried on another replica inside; after it, the iterator
+    yields a delta with FINISH_REASON_ERROR for each open choice. Leaving the iteration early, or
+    `cancel`, cancels what still runs in the engine.
+    """
+
+    replica_id: str
+    predicted_tokens: int  # tokens the chosen replica was thought to hold
+    cached_tokens: int | None  # tokens it did hold, of choice 0; None until known
+
+    def deltas(self) -> AsyncIterator[Sequence[tuple[int, Delta]]]:
+        """(choice, delta) pairs, grouped by engine step, until every choice has finished."""
+
+    def cancel(self) -> None: ...
+
+
+class Dispatcher(Protocol):
+    """Places prompts. Raises Unavailable or Refused."""
+
+    async def open(self, prompt: Prompt, samplings: Sequence[Sampling]) -> Route:
+        """Place one prompt for len(samplings) choices; returns once the first delta is there."""

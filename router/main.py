@@ -1,0 +1,146 @@
+"""The router process: every part put together, started, and stopped when asked to."""
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+
+import uvloop
+
+from hotbranch.embedded import ModelError, resolve_model
+from hotbranch.log import event
+from hotbranch.settings import RouterSettings
+from router.api.app import App
+from router.api.http import Running, serve
+from router.fleet.discovery import Discovery, StaticDiscovery
+from router.fleet.fleet import Fleet
+from router.fleet.link import State
+from router.index.index import Index
+from router.index.view import View
+from router.observe.admin import Admin
+from router.observe.metrics import Metrics
+from router.prompt.models import Model, load_model
+from router.schedule.dispatch import PlacingDispatcher
+
+EXPIRE_S = 1.0
+UNUSABLE = 2  # exit status of settings that cannot work here, as of wrong flags
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """One router. Needs a running event loop from `start` on; `port` and `address` are set by it.
+
+    Raises ModelError, OSError or ValueError for a model that cannot be used.
+    """
+
+    def __init__(self, settings: RouterSettings, discovery: Discovery) -> None:
+        self._settings = settings
+        models = load_models(settings)
+        fingerprints = {name: model.fingerprint for name, model in models.items()}
+        self.index = Index()
+        self.fleet = Fleet(
+            discovery,
+            fingerprints,
+            lambda address: View(self.index, address),
+            settings.drain_s,
+        )
+        self.dispatcher = PlacingDispatcher(self.fleet, self.index, settings.prediction_s)
+        self.metrics = Metrics(self.fleet, self.index, self.dispatcher)
+        admin = Admin(self.fleet, self.index)
+        self._app = App(
+            settings,
+            models,
+            self.dispatcher,
+            self.metrics,
+            self.ready_models,
+            self.metrics.registry,
+            {
+                "/admin/replicas": {"GET": admin.replicas},
+                "/admin/index/": {"GET": admin.index},
+            },
+        )
+
+    def ready_models(self) -> set[str]:
+        """Served names that some replica takes requests for."""
+        return {
+            link.description.model
+            for link in self.fleet.links
+            if link.state is State.READY and link.description
+        }
+
+    def ready(self) -> bool:
+        return bool(self.ready_models())
+
+    async def start(self) -> None:
+        """Listen. Raises OSError naming the port when it cannot be had."""
+        self._http: Running = await serve(
+            self._app, self._settings.router_host, self._settings.port
+        )
+        self.port = self._http.port
+        self.address = f"{self._settings.router_host}:{self.port}"
+        await self.fleet.start()
+        self._ticker = asyncio.create_task(self._tick(), name="expire predictions")
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, let open ones finish for up to `drain_s` seconds, then end them."""
+        await self._http.stop(drain_s)
+        self._ticker.cancel()
+        await self.fleet.stop()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_S)
+            self.index.expire(time.monotonic())
+
+
+def load_models(settings: RouterSettings) -> dict[str, Model]:
+    """Served models by name: the main one and the further ones of `models`."""
+    name, directory = resolve_model(settings.model, settings.cache_dir)
+    name = settings.served_name or name
+    models = {name: load_model(name, directory)}
+    for further, path in settings.models.items():
+        _, directory = resolve_model(path, settings.cache_dir)
+        models[further] = load_model(further, directory)
+    return models
+
+
+def run(settings: RouterSettings) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status.
+
+    0 after a stop, 2 when the settings cannot work here. The first signal lets open requests finish
+    for up to `drain_s` seconds, the second one does not wait.
+    """
+    return uvloop.run(_serve(settings))
+
+
+async def _serve(settings: RouterSettings) -> int:
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+    try:
+        router = Router(settings, StaticDiscovery(settings.replica))
+        await router.start()
+    except (ModelError, OSError, ValueError) as error:
+        print(f"hotbranch router: {error}", file=sys.stderr)
+        return UNUSABLE
+    event(
+        log,
+        "router serves",
+        url=f"http://{router.address}/v1",
+        replicas=len(settings.replica),
+    )
+    await signals.get()
+    event(
+        log,
+        "router drains",
+        seconds=settings.drain_s,
+        open=router.dispatcher.open_routes,
+    )
+    stopped = asyncio.create_task(router.stop(settings.drain_s))
+    again = asyncio.create_task(signals.get())
+    await asyncio.wait((stopped, again), return_when=asyncio.FIRST_COMPLETED)
+    if not stopped.done():
+        await router.stop(0)
+    return 0

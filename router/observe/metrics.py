@@ -1,0 +1,294 @@
+"""What the router measures, in Prometheus form.
+
+Label values are bounded: tenants and models come from the settings, endpoints are routes, and the
+series of a replica go when it goes.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from hotbranch import __version__
+from router.fleet.fleet import Fleet
+from router.fleet.link import Link, State
+from router.index.index import Index
+from router.schedule.dispatch import PlacingDispatcher
+
+# Seconds. From a cached prefix on a GPU to a cold long prompt on a CPU.
+TTFT_BUCKETS = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+ITL_BUCKETS = (
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+)
+DURATION_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+_ROUTED = ("tenant", "model", "replica")
+
+
+class Metrics:
+    """Implements `router.api.recorder.Recorder`, in a registry of its own."""
+
+    def __init__(self, fleet: Fleet, index: Index, dispatcher: PlacingDispatcher) -> None:
+        self.registry = registry = CollectorRegistry()
+        self._fleet = fleet
+        Info("hotbranch_build", "What runs here.", registry=registry).info({"version": __version__})
+        self.answers = Counter(
+            "hotbranch_http_responses",
+            "HTTP answers.",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self.requests = Counter(
+            "hotbranch_requests",
+            "Generation requests by outcome.",
+            ["tenant", "model", "status"],
+            registry=registry,
+        )
+        self.ttft = Histogram(
+            "hotbranch_time_to_first_token_seconds",
+            "Request to first delta.",
+            ["tenant", "model"],
+            buckets=TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.gap = Histogram(
+            "hotbranch_inter_token_seconds",
+            "Gap between the engine steps of one request.",
+            ["model"],
+            buckets=ITL_BUCKETS,
+            registry=registry,
+        )
+        self.duration = Histogram(
+            "hotbranch_request_duration_seconds",
+            "Request to its end.",
+            ["tenant", "model"],
+            buckets=DURATION_BUCKETS,
+            registry=registry,
+        )
+        self.routed = {
+            name: Counter(f"hotbranch_{name}", text, _ROUTED, registry=registry)
+            for name, text in (
+                ("prompts", "Prompts that got a first token."),
+                ("prompt_tokens", "Tokens of these prompts."),
+                (
+                    "predicted_cached_tokens",
+                    "Prompt tokens the replica was believed to hold.",
+                ),
+                ("cached_tokens", "Prompt tokens the replica's cache delivered."),
+                (
+                    "overpredicted_tokens",
+                    "Predicted tokens that the cache did not deliver.",
+                ),
+            )
+        }
+        self.generated = Counter(
+            "hotbranch_generated_tokens",
+            "Tokens generated.",
+            ["tenant", "model"],
+            registry=registry,
+        )
+        self._routed_labels: dict[str, set[tuple[str, str]]] = {}  # replica -> (tenant, model)
+        registry.register(_StateCollector(fleet, index, dispatcher))
+
+    def started(self, request_id: str, endpoint: str, tenant: str, model: str) -> "Recording":
+        return Recording(self, tenant, model, time.perf_counter())
+
+    def answered(self, endpoint: str, status: int) -> None:
+        self.answers.labels(endpoint, str(status)).inc()
+
+    def count_prompt(
+        self,
+        tenant: str,
+        model: str,
+        replica: str,
+        tokens: int,
+        predicted: int,
+        cached: int | None,
+    ) -> None:
+        if replica not in self._routed_labels:
+            self._forget_gone()
+        self._routed_labels.setdefault(replica, set()).add((tenant, model))
+        counts = {
+            "prompts": 1,
+            "prompt_tokens": tokens,
+            "predicted_cached_tokens": predicted,
+            "cached_tokens": cached or 0,
+            "overpredicted_tokens": max(0, predicted - (cached or 0)),
+        }
+        for name, count in counts.items():
+            self.routed[name].labels(tenant, model, replica).inc(count)
+
+    def _forget_gone(self) -> None:
+        here = {link.replica_id for link in self._fleet.links}
+        for replica in self._routed_labels.keys() - here:
+            for tenant, model in self._routed_labels.pop(replica):
+                for counter in self.routed.values():
+                    counter.remove(tenant, model, replica)
+
+
+@dataclass(slots=True)
+class Recording:
+    """One generation request; implements `router.api.recorder.Recording`."""
+
+    metrics: Metrics
+    tenant: str
+    model: str
+    began: float
+    last: float = 0.0
+
+    def routed(
+        self,
+        replica_id: str,
+        prompt_tokens: int,
+        predicted_tokens: int,
+        cached_tokens: int | None,
+    ) -> None:
+        self.metrics.count_prompt(
+            self.tenant,
+            self.model,
+            replica_id,
+            prompt_tokens,
+            predicted_tokens,
+            cached_tokens,
+        )
+        if not self.last:
+            self.last = time.perf_counter()
+            self.metrics.ttft.labels(self.tenant, self.model).observe(self.last - self.began)
+
+    def step(self, tokens: int) -> None:
+        now = time.perf_counter()
+        self.metrics.gap.labels(self.model).observe(now - self.last)
+        self.last = now
+        self.metrics.generated.labels(self.tenant, self.model).inc(tokens)
+
+    def finished(self, status: int) -> None:
+        self.metrics.requests.labels(self.tenant, self.model, str(status)).inc()
+        elapsed = time.perf_counter() - self.began
+        self.metrics.duration.labels(self.tenant, self.model).observe(elapsed)
+
+
+class _StateCollector(Collector):
+    """Reads fleet, index and dispatcher at each scrape."""
+
+    def __init__(self, fleet: Fleet, index: Index, dispatcher: PlacingDispatcher) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._dispatcher = dispatcher
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._router()
+        yield from self._replicas()
+
+    def _router(self) -> Iterator[Metric]:
+        index, dispatcher = self._index, self._dispatcher
+        yield _gauge("index_blocks", "Distinct blocks that replicas reported.", index.blocks)
+        yield _gauge("index_predicted_blocks", "Predicted blocks.", index.predicted_blocks)
+        yield _gauge("open_routes", "Prompts placed and not finished.", dispatcher.open_routes)
+        yield CounterMetricFamily(
+            "hotbranch_retries",
+            "Prompts placed again before a first token.",
+            dispatcher.retries,
+        )
+        placements = CounterMetricFamily(
+            "hotbranch_placements", "Placements by what decided.", labels=["reason"]
+        )
+        for reason, count in dispatcher.placements.items():
+            placements.add_metric([reason], count)
+        yield placements
+
+    def _replicas(self) -> Iterator[Metric]:
+        states = GaugeMetricFamily(
+            "hotbranch_replicas", "Replicas by state of their link.", labels=["state"]
+        )
+        # two addresses under one name would break the whole scrape
+        links = list({link.replica_id: link for link in self._fleet.links}.values())
+        for state in State:
+            states.add_metric([state], sum(link.state is state for link in links))
+        yield states
+        families = {
+            name: GaugeMetricFamily(f"hotbranch_replica_{name}", text, labels=["replica"])
+            for name, text in _REPLICA_GAUGES.items()
+        }
+        for link in links:
+            for name, value in _replica_figures(link, self._index).items():
+                families[name].add_metric([link.replica_id], value)
+        yield from families.values()
+        resyncs = CounterMetricFamily(
+            "hotbranch_index_resyncs",
+            "Cache views taken anew.",
+            labels=["replica", "reason"],
+        )
+        for link in links:
+            for reason, count in link.watcher.resyncs.items():
+                resyncs.add_metric([link.replica_id, reason], count)
+        yield resyncs
+
+
+_REPLICA_GAUGES = {
+    "in_flight": "Choices that this router has open there.",
+    "load_outstanding_tokens": "Estimated uncached prompt tokens still to prefill.",
+    "load_running": "Requests running, as last reported.",
+    "load_waiting": "Requests in the engine's queue, as last reported.",
+    "kv_used_blocks": "Blocks held by running requests, as last reported.",
+    "kv_cached_blocks": "Blocks in the replica's tree, as last reported.",
+    "kv_total_blocks": "Blocks of the replica's pool.",
+    "index_blocks_held": "Blocks the index holds for the replica.",
+}
+
+
+def _replica_figures(link: Link, index: Index) -> dict[str, float]:
+    figures: dict[str, float] = {
+        "in_flight": link.in_flight,
+        "load_outstanding_tokens": link.outstanding.tokens,
+        "index_blocks_held": index.held_count(link.address),
+    }
+    if link.load:
+        figures |= {
+            "load_running": link.load.running,
+            "load_waiting": link.load.waiting,
+            "kv_used_blocks": link.load.used_blocks,
+            "kv_cached_blocks": link.load.cached_blocks,
+            "kv_total_blocks": link.load.total_blocks,
+        }
+    return figures
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"hotbranch_{name}", text, value)

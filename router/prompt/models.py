@@ -1,0 +1,44 @@
+"""The models of the fleet, as the API sees them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotbranch.fingerprint import fingerprint, read_json
+from router.prompt.render import Renderer
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A served model. `max_context` is prompt and output together, in tokens."""
+
+    name: str
+    renderer: Renderer
+    max_context: int
+    vocab_size: int
+    fingerprint: str
+    created: int  # seconds since the epoch
+
+
+Models = Mapping[str, Model]
+
+
+def load_model(name: str, model_dir: Path, max_context: int = 0) -> Model:
+    """A model from a directory in the Hugging Face layout; `max_context` 0 takes the model's own.
+
+    Raises OSError or ValueError when the directory has no usable tokenizer and configuration.
+    """
+    config = read_json(model_dir / "config.json")
+    config = config.get("text_config", config)
+    renderer = Renderer.load(model_dir)
+    limit = max_context or int(config.get("max_position_embeddings", 0))
+    if limit < 1:
+        raise ValueError(f"{model_dir.name}: config.json has no max_position_embeddings")
+    return Model(
+        name=name,
+        renderer=renderer,
+        max_context=limit,
+        vocab_size=int(config.get("vocab_size", renderer.tokenizer.vocab_size)),
+        fingerprint=fingerprint(model_dir),
+        created=int((model_dir / "tokenizer.json").stat().st_mtime),
+    )

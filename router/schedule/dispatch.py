@@ -1,0 +1,156 @@
+"""From a tokenised prompt to a replica that generates: keys, match, place, predict, submit."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from hotbranch.keys import TOKEN_BYTES, block_keys, root
+from hotbranch.log import event
+from hotbranch.v1.serve_pb2 import Rejection, Sampling, Submit
+from router.fleet.fleet import Fleet
+from router.fleet.link import Link
+from router.generation import Prompt, Refused, Unavailable
+from router.index.index import Index
+from router.schedule.placement import Candidate, Placement, place
+from router.schedule.route import LiveRoute, Lost, Rejected
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+PREFILL_S_PER_TOKEN = 1e-4  # until some replica has measured its own
+
+
+class PlacingDispatcher:
+    """Implements `router.generation.Dispatcher` over the fleet and the index."""
+
+    def __init__(self, fleet: Fleet, index: Index, prediction_s: float) -> None:
+        self._fleet = fleet
+        self._index = index
+        self._prediction_s = prediction_s
+        self.open_routes = 0
+        self.retries = 0
+        self.placements: dict[str, int] = {}
+
+    async def open(self, prompt: Prompt, samplings: Sequence[Sampling]) -> LiveRoute:
+        """Place one prompt; returns once the first delta is there. Raises Unavailable, Refused.
+
+        A replica that goes, drains or is full before the first token costs one attempt; the prompt
+        is then placed on another.
+        """
+        tried: set[str] = set()
+        problem = Unavailable(f"no replica is ready for {prompt.model!r}")
+        for _ in range(ATTEMPTS):
+            links = [link for link in self._fleet.ready(prompt.model) if link.address not in tried]
+            if not links:
+                break
+            link, route, keys = self._dispatch(prompt, samplings, links)
+            try:
+                await route.begun()
+                return route
+            except Rejected as rejected:
+                if rejected.reason == Rejection.REASON_INVALID:
+                    raise Refused(str(rejected)) from None
+                full = rejected.reason == Rejection.REASON_OVERLOADED
+                problem = Unavailable(str(rejected), overloaded=full)
+            except Lost as lost:
+                problem = Unavailable(f"the replica was lost: {lost}")
+            except BaseException:
+                route.cancel()
+                raise
+            finally:
+                if route.cached_tokens is None:
+                    self._index.withdraw(link.address, keys)
+            tried.add(link.address)
+            self.retries += 1
+            event(log, "retry", replica=link.replica_id, reason=str(problem))
+        raise problem
+
+    def _dispatch(
+        self, prompt: Prompt, samplings: Sequence[Sampling], links: Sequence[Link]
+    ) -> tuple[Link, LiveRoute, list[int]]:
+        now = time.monotonic()
+        self._index.expire(now)
+        tokens = len(prompt.token_ids) // TOKEN_BYTES
+        placement, link, keys = self._place(prompt, tokens, links)
+        matched = placement.candidate.matched
+        self.placements[placement.reason] = self.placements.get(placement.reason, 0) + 1
+        self._index.predict(link.address, keys, now + self._prediction_s)
+        self.open_routes += 1
+        route = LiveRoute(link, len(samplings), matched, self._closed)
+        submits = [_submit(prompt, sampling, matched) for sampling in samplings]
+        route.tickets = link.submit(submits, route, tokens - matched)
+        event(
+            log,
+            "placed",
+            severity=logging.DEBUG,
+            request_id=prompt.request_id,
+            replica=link.replica_id,
+            tokens=tokens,
+            matched=matched,
+            reason=placement.reason,
+        )
+        return link, route, keys
+
+    def _place(
+        self, prompt: Prompt, tokens: int, links: Sequence[Link]
+    ) -> tuple[Placement, Link, list[int]]:
+        by_address = {link.address: link for link in links}
+        seed = root(prompt.model, prompt.adapter, prompt.salt)
+        keys: dict[int, list[int]] = {}  # by block size
+        candidates = []
+        discriminator = seed
+        guess = _prefill_s_per_token(links)
+        for size in {_block_size(link) for link in links}:
+            keys[size] = block_keys(prompt.token_ids, size, seed)
+            alike = [link for link in links if _block_size(link) == size]
+            depths = self._index.match(keys[size], [link.address for link in alike])
+            shared = min(depths.values())
+            discriminator = keys[size][shared] if shared < len(keys[size]) else discriminator
+            # one token is always computed, to have logits to sample from
+            longest = (tokens - 1) // size
+            candidates += [
+                _candidate(link, min(depths[link.address], longest) * size, guess) for link in alike
+            ]
+        placement = place(tokens, discriminator, candidates)
+        link = by_address[placement.candidate.replica]
+        return placement, link, keys[_block_size(link)]
+
+    def _closed(self) -> None:
+        self.open_routes -= 1
+
+
+def _block_size(link: Link) -> int:
+    assert link.description is not None, "a ready link is described"
+    return link.description.block_size
+
+
+def _prefill_s_per_token(links: Sequence[Link]) -> float:
+    """What to expect of a replica that has not measured itself: what its peers measured."""
+    measured = [link.load.prefill_s_per_token for link in links if link.load]
+    return max(measured, default=0.0) or PREFILL_S_PER_TOKEN
+
+
+def _candidate(link: Link, matched: int, guess: float) -> Candidate:
+    load = link.load
+    return Candidate(
+        replica=link.address,
+        matched=matched,
+        outstanding=link.outstanding.tokens,
+        prefill_s_per_token=(load.prefill_s_per_token if load else 0) or guess,
+        step_s=load.step_s if load else 0.0,
+        running=load.running if load else 0,
+    )
+
+
+def _submit(prompt: Prompt, sampling: Sampling, matched: int) -> Submit:
+    return Submit(
+        request_id=prompt.request_id,
+        model=prompt.model,
+        adapter=prompt.adapter,
+        salt=prompt.salt,
+        token_ids=prompt.token_ids,
+        sampling=sampling,
+        priority=prompt.priority,
+        deadline_s=prompt.deadline_s,
+        predicted_tokens=matched,
+    )
