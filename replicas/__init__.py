@@ -1,0 +1,1 @@
+"""What runs beside a GPU: the gRPC service and the engines behind it."""

@@ -1,0 +1,173 @@
+"""The interface between the gRPC service and an engine, as plain data.
+
+An engine runs its steps on a thread of its own. The service calls it from the event loop; no call
+blocks, all take effect at the next step boundary. The engine answers through one callback, once per
+step, in order: what the step produced for the requests, and what it changed in the cache.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+
+class Finish(IntEnum):
+    """Why a request ended; the values of the contract's FinishReason."""
+
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    ERROR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Equal tokens under different namespaces never share blocks."""
+
+    model: str
+    adapter: str = ""
+    salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 keeps all."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `id` is unique within the engine; `prompt` is uint32 LE bytes."""
+
+    id: int
+    namespace: Namespace
+    prompt: bytes
+    sampling: Sampling
+    priority: int = 0
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of a chosen token and of the most likely ones, most likely first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class Output:
+    """What one step adds to one request. `cached_tokens` comes with the first output only."""
+
+    id: int
+    tokens: list[int]
+    text: str
+    finish: Finish | None = None
+    cached_tokens: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    stop_reason: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """Blocks now held, each the child of the one before it; `parent` is a key or a root seed."""
+
+    parent: int
+    keys: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is; units as in the contract's Load."""
+
+    running: int
+    waiting: int
+    outstanding_tokens: int
+    used_blocks: int
+    cached_blocks: int
+    total_blocks: int
+    step_s: float
+    prefill_s_per_token: float
+    evicted_blocks: int
+    batch_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One engine step. Cache changes apply in order: stored, then evicted."""
+
+    number: int
+    outputs: Sequence[Output]
+    stored: Sequence[StoredRun]
+    evicted: Sequence[int]
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What does not change while the engine lives. Sizes in tokens unless named otherwise."""
+
+    engine: str
+    block_size: int
+    capacity_blocks: int
+    max_context: int
+    vocab_size: int
+    ranks: int = 1
+
+
+class Engine(Protocol):
+    """Runs requests and reports its cache.
+
+    Invariants: every submitted request gets exactly one output with `finish` set; a cancelled one
+    by the end of the next step. `stored` names a block after its parent, `evicted` names it before
+    its parent. The sum of all steps' changes since a snapshot, applied to it, is the next snapshot.
+    """
+
+    facts: Facts
+
+    def start(self, emit: Callable[[Step], None]) -> None:
+        """Start the engine thread; it calls `emit` after each step that changed anything."""
+
+    def stop(self) -> None:
+        """End the thread after the current step. Unfinished requests end with CANCELLED."""
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. A request that can never run ends at once with ERROR."""
+
+    def cancel(self, id: int) -> None:
+        """End a request; unknown and finished ids are ignored."""
+
+    def snapshot(self, reply: Callable[[Sequence[StoredRun]], None]) -> None:
+        """Call `reply` on the engine thread with all that is cached, parents before children."""
+
+    def pin(self, namespace: Namespace, prompt: bytes, ttl_s: float) -> Future[int | None]:
+        """Pin the resident whole blocks of `prompt`; blocks pinned, or None when over the cap."""
+
+    def unpin(self, namespace: Namespace, prompt: bytes) -> Future[int]:
+        """Take a pin back; blocks that were pinned by it."""
+
+    def flush(self) -> Future[None]:
+        """Evict every block that no request uses; done once the evicting step was emitted."""
+
+    def load(self) -> Load:
+        """The load as of the last step, from any thread."""
+
+    def healthy(self) -> str:
+        """Empty while all is well, else one line on what is wrong."""

@@ -1,0 +1,175 @@
+"""The requests that wait for admission, and whose turn it is."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Literal
+
+from hotbranch.keys import TOKEN_BYTES
+from replicas.radix.sequence import Sequence
+from replicas.radix.tree import Node, RadixTree, common_blocks
+
+REMATCHED = 16  # requests matched against the tree again in one step, at most
+
+Policy = Literal["fcfs", "longest_prefix"]
+Order = tuple[int, int, int, float, int, "Work"]
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A sequence and where it stands: it runs while it holds a `node` of the tree, else it waits.
+
+    `data` is `sequence.tokens` as uint32 LE bytes, as of when it last began to wait. The first
+    `owned` of its blocks belong to the tree.
+    """
+
+    sequence: Sequence
+    serial: int
+    max_tokens: int
+    data: bytes = b""
+    node: Node | None = None
+    owned: int = 0
+    matched: int = 0  # tokens it would reuse
+    seen: int = -1  # version of the tree that `matched` is of
+    entry: Order | None = None  # its valid entry in the heap; none while it is deferred
+    rotating: bool = False
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is missing; 1 while decoding."""
+        return len(self.sequence.tokens) - self.sequence.computed
+
+    @property
+    def preempted(self) -> bool:
+        """Whether it waits after having run."""
+        return self.node is None and self.sequence.cached_tokens is not None
+
+
+class WaitingQueue:
+    """Order: preempted; overdue, oldest first; lower `priority`; then the policy.
+
+    `longest_prefix` prefers the longest cached prefix, and defers a request while a running one
+    computes a block that it could reuse. `fcfs` is the plain baseline: arrival, nothing deferred.
+    Matches are estimates: what comes to the front is matched again, and a few of the others in
+    turn, so that a step costs the same however many wait. `tokens` sums what they have to prefill.
+    """
+
+    def __init__(self, tree: RadixTree, policy: Policy, starvation_s: float) -> None:
+        self.tokens = 0
+        self._tree = tree
+        self._policy = policy
+        self._starvation_s = starvation_s
+        self._works: dict[int, Work] = {}  # by arrival, but for the preempted
+        self._heap: list[Order] = []
+        self._rota: deque[Work] = deque()
+        self._deferred: list[Work] = []
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def add(self, work: Work) -> None:
+        work.data = work.sequence.tokens.tobytes()
+        self._works[work.sequence.request.id] = work
+        self.tokens += len(work.sequence.tokens) - work.matched
+        self._rematch(work)
+        self._push(work)
+        if not work.rotating:
+            work.rotating = True
+            self._rota.append(work)
+
+    def remove(self, work: Work) -> None:
+        del self._works[work.sequence.request.id]
+        self.tokens -= len(work.sequence.tokens) - work.matched
+        work.entry = None
+
+    def refresh(self) -> None:
+        """Before a step: let the deferred compete again, and match a few others, each in turn."""
+        deferred, self._deferred = self._deferred, []
+        for work in deferred:
+            if self._waits(work):
+                self._rematch(work)
+                self._push(work)
+        for _ in range(min(REMATCHED, len(self._rota))):
+            work = self._rota.popleft()
+            work.rotating = self._waits(work)
+            if work.rotating:
+                self._rota.append(work)
+                self._rematch(work)
+
+    def next(self, now: float, running: Iterable[Work]) -> Work | None:
+        """Whose turn it is; None when nobody waits but for another's prefix."""
+        oldest = next(iter(self._works.values()), None)
+        overdue = oldest and now - oldest.sequence.arrival > self._starvation_s
+        while self._heap:
+            work = self._heap[0][-1]
+            if work.entry is not self._heap[0]:
+                heappop(self._heap)
+            elif work.preempted:
+                return work
+            elif overdue:
+                return oldest
+            elif not self._rematch(work) and not self._defer(work, running):
+                return work
+        return None
+
+    def _waits(self, work: Work) -> bool:
+        return self._works.get(work.sequence.request.id) is work
+
+    def _rematch(self, work: Work) -> bool:
+        """Bring the match up to date; whether it changed."""
+        if work.seen == self._tree.version:
+            return False
+        work.seen = self._tree.version
+        namespace, limit = work.sequence.request.namespace, len(work.sequence.tokens) - 1
+        matched = self._tree.resident(namespace, work.data, limit)
+        if matched == work.matched:
+            return False
+        self._expect(work, matched)
+        if work.entry is not None:
+            self._push(work)
+        return True
+
+    def _expect(self, work: Work, matched: int) -> None:
+        self.tokens += work.matched - matched
+        work.matched = matched
+
+    def _push(self, work: Work) -> None:
+        """Enter the heap with the current match; an older entry turns invalid."""
+        if work.preempted:
+            order = (0, 0, 0)
+        else:
+            longest = self._policy == "longest_prefix"
+            order = (1, work.sequence.request.priority, -work.matched if longest else 0)
+        work.entry = (*order, work.sequence.arrival, work.serial, work)
+        heappush(self._heap, work.entry)
+        if len(self._heap) > 2 * len(self._works) + 64:
+            self._heap = [entry for entry in self._heap if entry[-1].entry is entry]
+            heapify(self._heap)
+
+    def _defer(self, work: Work, running: Iterable[Work]) -> bool:
+        """Put a request aside for this step when another computes a block that it could reuse.
+
+        There is budget left, so what runs is computed to its end in this step: a deferral is short.
+        """
+        if self._policy == "fcfs":
+            return False
+        block = self._tree.block_size
+        width = block * TOKEN_BYTES
+        mine = work.data[: (len(work.data) - TOKEN_BYTES) // width * width]
+        at = work.matched * TOKEN_BYTES
+        longest = work.matched // block
+        for other in running:
+            if (
+                at < len(mine)
+                and other.sequence.computed * TOKEN_BYTES < len(other.data)
+                and other.data.startswith(mine[at : at + width], at)
+                and other.sequence.request.namespace == work.sequence.request.namespace
+            ):
+                longest = max(longest, common_blocks(mine, other.data, 0, width))
+        if longest * block == work.matched:
+            return False
+        self._expect(work, longest * block)
+        work.entry, work.seen = None, -1
+        self._deferred.append(work)
+        return True
