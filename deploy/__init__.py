@@ -1,0 +1,1 @@
+"""Where the processes run: the Ray Serve application and what `hotbranch up` starts."""

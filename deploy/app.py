@@ -1,0 +1,133 @@
+"""The Ray Serve application: replicas and a router, each a real server inside a Serve actor.
+
+Serve places the processes, restarts and scales them. Requests never pass through it: clients speak
+HTTP with the router, and the router speaks gRPC with the replicas that the registry names.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+
+from deploy.registry import Beat, Heart, RayDiscovery
+from hotbranch import log
+from hotbranch.load_settings import load_settings
+from hotbranch.settings import UpSettings
+from replicas.build import build_engine
+from replicas.server import ReplicaServer
+from router.main import Router as Gateway
+
+STOP_S = 10.0  # to end a process whose requests have had their time to finish
+START_ATTEMPTS = 20  # a replica may wait for a GPU that its predecessor has not let go of
+HEALTH_PERIOD_S = 1.0
+
+
+class Replica:
+    """One replica, on the address of its node and a free port."""
+
+    async def __init__(self, settings: UpSettings) -> None:  # type: ignore[misc]  # Serve awaits it
+        log.setup(settings.log_level, settings.log_format, "replica")
+        context = serve.get_replica_context()
+        replica_id = f"replica-{context.replica_tag}"
+        place = {"host": node_address(), "grpc_port": 0, "metrics_port": 0}
+        settings = settings.model_copy(update={"replica_id": replica_id, **place})
+        self._drain_s = settings.drain_s
+        self._server: ReplicaServer | None = None
+        self._heart = Heart(context.app_name, Beat(replica_id, "loading weights"))
+        try:
+            engine, model, fingerprint = await asyncio.to_thread(build_engine, settings)
+            server = ReplicaServer(engine, settings, model, fingerprint)
+            await server.start()
+        except BaseException:
+            await self._heart.stop()
+            raise
+        self._server = server
+        self._failure = asyncio.create_task(server.failure())
+        self._heart.beat = Beat(replica_id, "serving", server.address)
+
+    async def check_health(self) -> None:
+        """Raise when the engine has failed for good: Serve puts a new replica in its place."""
+        if self._failure.done():
+            raise RuntimeError(self._failure.result())
+
+    async def __del__(self) -> None:
+        """Serve awaits this when it stops the replica, be it while the weights are loading."""
+        await self._heart.stop()
+        if self._server:
+            await self._server.stop(self._drain_s)
+
+
+class Router:
+    """The router, on its own HTTP port. Serve's proxies, where they run, point to it."""
+
+    async def __init__(self, settings: UpSettings, replicas: object) -> None:  # type: ignore[misc]
+        log.setup(settings.log_level, settings.log_format, "router")
+        self._settings = settings
+        discovery = RayDiscovery(serve.get_replica_context().app_name)
+        self._gateway = await asyncio.to_thread(Gateway, settings, discovery)
+        await self._gateway.start()
+
+    async def __call__(self, request: Request) -> PlainTextResponse:
+        """What comes through Serve's proxy belongs to the router's own port."""
+        host = self._settings.router_host
+        host = node_address() if host in ("0.0.0.0", "::") else host
+        host = f"[{host}]" if ":" in host else host
+        url = str(request.url.replace(scheme="http", hostname=host, port=self._gateway.port))
+        return PlainTextResponse(f"hotbranch answers at {url}\n", 308, {"location": url})
+
+    async def check_health(self) -> None:
+        """Raise when nobody listens on the port any more."""
+        host, port = self._settings.router_host, self._gateway.port
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+
+    async def __del__(self) -> None:
+        """Serve awaits this when it stops the router."""
+        await self._gateway.stop(self._settings.drain_s)
+
+
+def application(
+    settings: UpSettings,
+    start_attempts: int = START_ATTEMPTS,
+    router_resources: Mapping[str, float] | None = None,
+) -> Application:
+    """The Serve application of `settings`.
+
+    Serve gives up on a replica that has failed to start `start_attempts` times. The router lies on
+    a node that has `router_resources`.
+    """
+    common: dict[str, Any] = {
+        "graceful_shutdown_timeout_s": settings.drain_s + STOP_S,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "max_constructor_retry_count": start_attempts,
+    }
+    replica = serve.deployment(
+        num_replicas=settings.replicas,
+        ray_actor_options={"num_cpus": settings.replica_cpus, "num_gpus": settings.replica_gpus},
+        **common,
+    )(Replica)
+    router = serve.deployment(
+        ray_actor_options={"num_cpus": settings.router_cpus, "resources": router_resources or {}},
+        **common,
+    )(Router)
+    return router.bind(settings, replica.bind(settings))
+
+
+def node_address() -> str:
+    """The address under which the nodes of the cluster reach this one."""
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    return address
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Builder for `serve run deploy.app:build KEY=VALUE...` and the `args:` of a config file.
+
+    The arguments are the fields of `UpSettings`. Raises SettingsError, one line that names the
+    wrong one.
+    """
+    return application(load_settings(UpSettings, args, environ={}))
