@@ -1,0 +1,1 @@
+"""Benchmarks and checks that run the product as its users do."""
