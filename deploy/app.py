@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse
 from deploy.registry import Beat, Heart, RayDiscovery
 from hotbranch import log
 from hotbranch.load_settings import load_settings
-from hotbranch.settings import UpSettings
+from hotbranch.settings import EngineSettings, ReplicaSettings, UpSettings
 from replicas.build import build_engine
 from replicas.server import ReplicaServer
 from router.main import Router as Gateway
@@ -34,14 +34,14 @@ class Replica:
         log.setup(settings.log_level, settings.log_format, "replica")
         context = serve.get_replica_context()
         replica_id = f"replica-{context.replica_tag}"
-        place = {"host": node_address(), "grpc_port": 0, "metrics_port": 0}
-        settings = settings.model_copy(update={"replica_id": replica_id, **place})
+        engine_settings = settings.model_dump(include=set(EngineSettings.model_fields))
+        own = ReplicaSettings(**engine_settings, replica_id=replica_id, host=node_address())
         self._drain_s = settings.drain_s
         self._server: ReplicaServer | None = None
         self._heart = Heart(context.app_name, Beat(replica_id, "loading weights"))
         try:
-            engine, model, fingerprint = await asyncio.to_thread(build_engine, settings)
-            server = ReplicaServer(engine, settings, model, fingerprint)
+            engine, model, fingerprint = await asyncio.to_thread(build_engine, own)
+            server = ReplicaServer(engine, own, model, fingerprint)
             await server.start()
         except BaseException:
             await self._heart.stop()

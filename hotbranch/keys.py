@@ -1,8 +1,8 @@
 """Block keys: the names under which router and replicas speak of cached prefixes.
 
 A block is `block_size` token ids, as little-endian uint32 bytes. The key of a block is
-`xxh3_64(block, seed=key of the block before it)`, and the seed of the first is `root(namespace)`, so
-that one key names a whole path from the root, under one namespace. Only whole blocks have keys.
+`xxh3_64(block, seed=key of the block before it)`, and the seed of the first is `root(namespace)`,
+so that one key names a whole path from the root, under one namespace. Only whole blocks have keys.
 Both sides hash token ids themselves; no engine's own hashes enter. A collision can only misroute:
 the engine compares tokens.
 """

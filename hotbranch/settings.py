@@ -41,13 +41,9 @@ class Common(BaseModel):
     )
 
 
-class ReplicaSettings(Common):
-    """Settings of one replica."""
+class EngineSettings(Common):
+    """Settings of the engine of a replica."""
 
-    replica_id: str = Field("", description="name of this replica; default: host:port")
-    host: str = Field("127.0.0.1", description="address to listen on")
-    grpc_port: Port = Field(0, description="gRPC port; 0 picks a free one")
-    metrics_port: Port = Field(0, description="Prometheus port of the replica; 0 picks a free one")
     engine: Literal["radix"] = Field("radix", description="engine")
     device: str = Field("auto", description="torch device: auto, cpu, cuda, cuda:1")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="weights")
@@ -64,16 +60,20 @@ class ReplicaSettings(Common):
     starvation_s: Seconds = Field(60.0, description="a request older than this goes first")
 
 
-class RouterSettings(Common):
+class ReplicaSettings(EngineSettings):
+    """Settings of a replica that runs alone."""
+
+    replica_id: str = Field("", description="name of this replica; default: host:port")
+    host: str = Field("127.0.0.1", description="address to listen on")
+    grpc_port: Port = Field(0, description="gRPC port; 0 picks a free one")
+    metrics_port: Port = Field(0, description="Prometheus port of the replica; 0 picks a free one")
+
+
+class GatewaySettings(Common):
     """Settings of one router."""
 
     router_host: str = Field("127.0.0.1", description="address to listen on")
     port: Port = Field(8080, description="HTTP port; 0 picks a free one")
-    replica: list[str] = Field(
-        [],
-        description="a replica; repeat for more",
-        json_schema_extra={"metavar": "HOST:PORT"},
-    )
     models: dict[str, str] = Field(
         {},
         description="a further model of the fleet; repeat for more",
@@ -94,6 +94,16 @@ class RouterSettings(Common):
     drain_s: Seconds = Field(30.0, description="how long a stopping process lets requests finish")
 
 
+class RouterSettings(GatewaySettings):
+    """Settings of a router that runs alone."""
+
+    replica: list[str] = Field(
+        [],
+        description="a replica; repeat for more",
+        json_schema_extra={"metavar": "HOST:PORT"},
+    )
+
+
 class RaySettings(BaseModel):
     """How the processes lie on a Ray cluster."""
 
@@ -103,5 +113,5 @@ class RaySettings(BaseModel):
     router_cpus: float = Field(0.1, ge=0, description="CPUs Ray reserves for the router")
 
 
-class UpSettings(ReplicaSettings, RouterSettings, RaySettings):
-    """Everything: what `hotbranch up` and the Ray application take."""
+class UpSettings(EngineSettings, GatewaySettings, RaySettings):
+    """Settings of a fleet on Ray, which places replicas and tells the router where they are."""

@@ -10,7 +10,7 @@ import uvloop
 
 from hotbranch.embedded import ModelError, resolve_model
 from hotbranch.log import event
-from hotbranch.settings import RouterSettings
+from hotbranch.settings import GatewaySettings, RouterSettings
 from router.api.app import App
 from router.api.http import Running, serve
 from router.fleet.discovery import Discovery, StaticDiscovery
@@ -35,7 +35,7 @@ class Router:
     Raises ModelError, OSError or ValueError for a model that cannot be used.
     """
 
-    def __init__(self, settings: RouterSettings, discovery: Discovery) -> None:
+    def __init__(self, settings: GatewaySettings, discovery: Discovery) -> None:
         self._settings = settings
         models = load_models(settings)
         fingerprints = {name: model.fingerprint for name, model in models.items()}
@@ -95,7 +95,7 @@ class Router:
             self.index.expire(time.monotonic())
 
 
-def load_models(settings: RouterSettings) -> dict[str, Model]:
+def load_models(settings: GatewaySettings) -> dict[str, Model]:
     """Served models by name: the main one and the further ones of `models`."""
     name, directory = resolve_model(settings.model, settings.cache_dir)
     name = settings.served_name or name

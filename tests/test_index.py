@@ -96,9 +96,7 @@ class IndexMachine(RuleBasedStateMachine):
         for holder in among & self.reported.keys():
             known = self.reported[holder] | self.predicted[holder].keys()
             keys = keys_of(path)
-            expected[holder] = next(
-                (i for i, k in enumerate(keys) if k not in known), len(keys)
-            )
+            expected[holder] = next((i for i, k in enumerate(keys) if k not in known), len(keys))
         assert self.index.match(keys_of(path), among) == expected
 
     @invariant()
@@ -110,9 +108,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.predicted_blocks == len(set().union(*predicted, set()))
 
 
-IndexMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None
-)
+IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestIndex = IndexMachine.TestCase
 
 

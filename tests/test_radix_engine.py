@@ -401,10 +401,14 @@ def test_step_cost_tells_prefill_from_decode() -> None:
     decode, prefill = Chunk(sequence, 5, 6), Chunk(sequence, 0, 100)
     for _ in range(50):
         cost.observe([decode, decode], 0.01)
-        cost.observe([prefill], 0.2)
+        cost.observe([prefill], 0.21)
         cost.observe([decode, prefill], 0.21)
     assert cost.step_s == pytest.approx(0.01)
     assert cost.prefill_s_per_token == pytest.approx(0.002)
+    short = Chunk(sequence, 0, 10)
+    for _ in range(50):
+        cost.observe([short], 0.03)
+    assert cost.prefill_s_per_token == pytest.approx(0.002), "a short suffix is not dearer"
     cost.observe([decode], 0.02)
     assert 0.01 < cost.step_s < 0.02
 

@@ -63,14 +63,13 @@ class StepCost:
         return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
 
     def observe(self, chunks: Iterable[Chunk], seconds: float) -> None:
-        sizes = [chunk.end - chunk.start for chunk in chunks]
-        prefill = sum(size for size in sizes if size > 1)
+        prefill = sum(n for chunk in chunks if (n := chunk.end - chunk.start) > 1)
         if not prefill:
             self.step_s = DECAY * self.step_s + (1 - DECAY) * seconds if self.step_s else seconds
             return
-        # Sums decay, not ratios: a chunk of a few tokens, all overhead, has a small say.
-        beside = self.step_s if 1 in sizes else 0.0
-        self._prefill_s = DECAY * self._prefill_s + max(0.0, seconds - beside)
+        # Reading the weights costs a step, whatever it computes: without taking that off, a replica
+        # that sees only short suffixes would look slow. For the same reason sums decay, not ratios.
+        self._prefill_s = DECAY * self._prefill_s + max(0.0, seconds - self.step_s)
         self._prefill_tokens = DECAY * self._prefill_tokens + prefill
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hotbranch.settings import ReplicaSettings
+from hotbranch.settings import EngineSettings
 from replicas.engine import Namespace, Request, Sampling
 from replicas.radix.attention import plan
 from replicas.radix.config import ModelConfig, UnsupportedModel, read_config
@@ -77,7 +77,7 @@ class ModelRunner:
         self._sampler.forget(sequence)
 
 
-def load(model_dir: Path, settings: ReplicaSettings) -> ModelRunner:
+def load(model_dir: Path, settings: EngineSettings) -> ModelRunner:
     """Load a model directory and run it once, so that no request pays for lazy initialisation.
 
     Raises UnsupportedModel, whose message is one line for the user.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from hotbranch.keys import TOKEN_BYTES
-from hotbranch.settings import ReplicaSettings
+from hotbranch.settings import EngineSettings
 from replicas.engine import Finish, Load, Request
 from replicas.radix.pool import BlockPool
 from replicas.radix.sequence import Chunk, Sampled, Sequence
@@ -33,7 +33,7 @@ class Limits:
     starvation_s: float
 
     @classmethod
-    def of(cls, settings: ReplicaSettings, max_context: int) -> "Limits":
+    def of(cls, settings: EngineSettings, max_context: int) -> "Limits":
         return cls(
             block_size=settings.block_size,
             blocks=settings.kv_tokens // settings.block_size,

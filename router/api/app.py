@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from hotbranch.settings import RouterSettings
+from hotbranch.settings import GatewaySettings
 from router.api.errors import ApiError
 from router.api.generate import Generator, log_crash
 from router.api.http import Headers, Request, Response
@@ -37,7 +37,7 @@ class App:
 
     def __init__(
         self,
-        settings: RouterSettings,
+        settings: GatewaySettings,
         models: Models,
         dispatcher: Dispatcher,
         recorder: Recorder,

@@ -1,0 +1,51 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+, := ,
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help up test check smoke proto clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+up: $(VENV)/ready ## install, then run two replicas and a router; ARGS="--replicas 4 --port 9000"
+	@$(BIN)/hotbranch up $(ARGS)
+
+test: $(VENV)/ready-dev ## all tests; ARGS="-k tree" for some
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/ready-dev ## style, types, and stubs against the .proto files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python proto/generate.py --check
+
+smoke: $(VENV)/ready-dev ## a cluster on free ports, driven by the openai client
+	$(BIN)/python -m bench.smoke $(ARGS)
+
+proto: $(VENV)/ready-dev ## generate the stubs from the .proto files
+	$(BIN)/python proto/generate.py
+
+clean: ## remove what was installed and built here (the converted model stays in its cache)
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# `installing` stays behind when pip is interrupted. pip takes a half-written package for an
+# installed one, so the next run starts over.
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"hotbranch needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@if [ -e $(VENV)/installing ]; then rm -rf $(VENV); fi
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@touch $(VENV)/installing
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[$(1)]'
+	@rm $(VENV)/installing
+	@touch $@
+endef
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(call install,ray)
+
+$(VENV)/ready-dev: pyproject.toml constraints.txt
+	$(call install,ray$(,)dev)
