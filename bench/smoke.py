@@ -29,10 +29,10 @@ from bench.cluster import Cluster, cluster, held_by
 TENANTS = ("alpha", "beta")
 FAMILIES = 3
 REQUESTS = 10
-UNIQUE = 16
-KV_TOKENS = 8192
+UNIQUE = 8
+KV_TOKENS = 7424  # all six families fit on one replica, not much more
 BLOCK = 16
-OUTPUT_TOKENS = 12
+OUTPUT_TOKENS = 6
 
 TOPICS = ("harbour pilots", "orchard keepers", "night train conductors")
 QUESTIONS = (
@@ -167,12 +167,12 @@ class Smoke:
                 self.answers.setdefault((tenant, number), []).append(answer)
             print(f"{tenant}: {question} asked of {FAMILIES} families", flush=True)
 
-    async def overflow(self) -> None:
-        """Prompts that nothing is shared with, until every pool has had to evict."""
-        for number in range(UNIQUE):
-            tenant = TENANTS[number % 2]
-            await ask(self.clients[tenant], chat(f"Edition {number}. " + family("x"), "Why?"))
-        print(f"overflow: {UNIQUE} unique prompts", flush=True)
+    async def overflow(self, tenant: str) -> None:
+        """Prompts that share nothing: together more than the pools have left."""
+        for number in range(UNIQUE // len(TENANTS)):
+            system = f"{tenant.title()}, edition {number}. {family('curators')}"
+            await ask(self.clients[tenant], chat(system, "Why?"))
+            print(f"{tenant}: unique prompt {number + 1}", flush=True)
 
     async def evictions(self) -> int:
         replicas = (await self.http.get("/admin/replicas")).raise_for_status().json()["replicas"]
@@ -225,7 +225,7 @@ async def run(running: Cluster, keys: dict[str, str]) -> dict[str, float | int |
     await smoke.first_chat()
     await asyncio.gather(*(smoke.families(tenant) for tenant in TENANTS))
     before = await smoke.index_equals_replicas()
-    await smoke.overflow()
+    await asyncio.gather(*(smoke.overflow(tenant) for tenant in TENANTS))
     after = await smoke.index_equals_replicas()
     report = smoke.report()
     return report | {

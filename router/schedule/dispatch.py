@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from statistics import median
 
 from hotbranch.keys import TOKEN_BYTES, block_keys, root
 from hotbranch.log import event
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 PREFILL_S_PER_TOKEN = 1e-4  # until some replica has measured its own
+ALIKE = 2.0  # measured speeds within this factor of the typical one are the same speed
 
 
 class PlacingDispatcher:
@@ -99,7 +101,7 @@ class PlacingDispatcher:
         keys: dict[int, list[int]] = {}  # by block size
         candidates = []
         discriminator = seed
-        guess = _prefill_s_per_token(links)
+        typical = _typical_speed(links)
         for size in {_block_size(link) for link in links}:
             keys[size] = block_keys(prompt.token_ids, size, seed)
             alike = [link for link in links if _block_size(link) == size]
@@ -109,7 +111,8 @@ class PlacingDispatcher:
             # one token is always computed, to have logits to sample from
             longest = (tokens - 1) // size
             candidates += [
-                _candidate(link, min(depths[link.address], longest) * size, guess) for link in alike
+                _candidate(link, min(depths[link.address], longest) * size, typical)
+                for link in alike
             ]
         placement = place(tokens, discriminator, candidates)
         link = by_address[placement.candidate.replica]
@@ -124,19 +127,23 @@ def _block_size(link: Link) -> int:
     return link.description.block_size
 
 
-def _prefill_s_per_token(links: Sequence[Link]) -> float:
-    """What to expect of a replica that has not measured itself: what its peers measured."""
-    measured = [link.load.prefill_s_per_token for link in links if link.load]
-    return max(measured, default=0.0) or PREFILL_S_PER_TOKEN
+def _typical_speed(links: Sequence[Link]) -> float:
+    """Prefill seconds a token, the median of what the replicas measured."""
+    measured = [speed for link in links if link.load and (speed := link.load.prefill_s_per_token)]
+    return median(measured) if measured else PREFILL_S_PER_TOKEN
 
 
-def _candidate(link: Link, matched: int, guess: float) -> Candidate:
+def _candidate(link: Link, matched: int, typical: float) -> Candidate:
     load = link.load
+    speed = (load.prefill_s_per_token if load else 0) or typical
+    # A replica judged slow gets no work and measures nothing new, so noise would last for ever:
+    # only a different kind of machine counts as slower or faster.
+    alike = typical / ALIKE <= speed <= typical * ALIKE
     return Candidate(
         replica=link.address,
         matched=matched,
         outstanding=link.outstanding.tokens,
-        prefill_s_per_token=(load.prefill_s_per_token if load else 0) or guess,
+        prefill_s_per_token=typical if alike else speed,
         step_s=load.step_s if load else 0.0,
         running=load.running if load else 0,
     )
