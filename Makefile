@@ -14,7 +14,7 @@ up: $(VENV)/ready ## install, then run two replicas and a router; ARGS="--replic
 	@$(BIN)/hotbranch up $(ARGS)
 
 test: $(VENV)/ready-dev ## all tests; ARGS="-k tree" for some
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/ready-dev ## style, types, and stubs against the .proto files
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ from replicas.messages import invalid, to_delta, to_request, to_snapshot
 from replicas.metrics import Metrics
 from replicas.outbox import Outbox
 
-FRAMES = 1024  # a Serve stream may lag so many steps behind
+DELTAS = 1 << 16  # what waits for one router, at most
 UPDATES = 4096  # a WatchCache stream may lag so many updates behind
 LOAD_INTERVAL_S = 0.1
 SHORTEST_LOAD_INTERVAL_S = 0.01
@@ -52,11 +52,31 @@ async def _wait(future: Future[T]) -> T:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """A router's Serve stream. `tickets` maps its open requests to engine ids."""
+    """A router's Serve stream. `tickets` maps its open requests to engine ids.
+
+    What waits for the router is one frame: a reader that is slower than the engine gets the deltas
+    of several steps at once, in order.
+    """
 
     outbox: Outbox
     tickets: dict[int, int] = field(default_factory=dict)
     half_closed: bool = False
+    waiting: ServerFrame | None = None
+
+    def send(self, frame: ServerFrame) -> None:
+        if self.waiting is None:
+            self.waiting = frame
+            self.outbox.put_lazily(self._take())
+        else:
+            self.waiting.MergeFrom(frame)
+            if len(self.waiting.deltas) > DELTAS:
+                self.outbox.lost = True
+
+    def _take(self) -> Iterator[ServerFrame]:
+        """What waits, at the moment of writing."""
+        frame, self.waiting = self.waiting, None
+        if frame is not None:
+            yield frame
 
     def end_if_done(self) -> None:
         if self.half_closed and not self.tickets:
@@ -110,7 +130,7 @@ class Service(replica_pb2_grpc.ReplicaServicer):
     async def Serve(  # type: ignore[override]
         self, frames: AsyncIterable[ClientFrame], context: Context
     ) -> None:
-        stream = Stream(Outbox(FRAMES))
+        stream = Stream(Outbox(limit=2))
         reader = asyncio.create_task(self._read(frames, stream))
         try:
             await self._write(stream.outbox, context, self._metrics.streams)
@@ -236,7 +256,7 @@ class Service(replica_pb2_grpc.ReplicaServicer):
         self._send(stream, ServerFrame(step=self._step, rejections=rejections))
 
     def _send(self, stream: Stream, frame: ServerFrame) -> None:
-        stream.outbox.put(frame)
+        stream.send(frame)
         stream.end_if_done()
         if stream.outbox.lost:
             self._abandon(stream)

@@ -15,6 +15,7 @@ from hotbranch.v1.serve_pb2 import (
     FINISH_REASON_CANCELLED,
     FINISH_REASON_LENGTH,
     Rejection,
+    Sampling,
     Submit,
 )
 from replicas import service
@@ -25,6 +26,7 @@ from replicas.radix.engine import RadixEngine
 async def test_one_frame_a_step_with_all_its_deltas() -> None:
     async with replica() as here:
         client = Client(here)
+        here.runner.pace_s = 0.01  # a frame is written before the next step ends
         here.runner.gate.clear()
         await client.send(submit(1), submit(2, range(50, 60)), submit(3, range(70, 80)))
         here.runner.gate.set()
@@ -205,7 +207,7 @@ async def test_a_half_closed_stream_is_served_to_its_end() -> None:
 
 
 async def test_a_slow_serve_reader_loses_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "FRAMES", 16)
+    monkeypatch.setattr(service, "DELTAS", 64)
     async with replica(width=1000) as here, connect(here.server) as other:
         here.runner.pace_s = 0.005  # leaves the loop time to write to those who read
         slow = Client(Replica(here.server, here.engine, here.runner, other))
@@ -217,6 +219,20 @@ async def test_a_slow_serve_reader_loses_its_stream_alone(monkeypatch: pytest.Mo
         await reader.send(cancel=[1])
         await reader.finish(1)
         assert await lost(slow.call) == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_reader_slower_than_the_engine_gets_several_steps_in_one_frame() -> None:
+    async with replica(width=1000) as here:
+        client = Client(here)
+        here.runner.gate.clear()
+        await client.send(submit(1, sampling=Sampling(max_tokens=600)))
+        await eventually(here.runner.entered.is_set)
+        here.runner.gate.set()
+        # 600 tokens computed before any is read
+        await eventually(lambda: len(here.runner.computed) >= 600 and busy(here) == 0)
+        await client.finish(1)
+        assert len(client.tokens(1)) == 600 * 4
+        assert len(client.frames) < 300
 
 
 class Answering(RadixEngine):

@@ -17,9 +17,7 @@ from router.index.view import View
 
 def snapshot(epoch: int, sequence: int, *keys: int, last: bool = True) -> CacheUpdate:
     runs = [Run(parent=0, keys=keys)]
-    return CacheUpdate(
-        epoch=epoch, snapshot=Snapshot(runs=runs, last=last, sequence=sequence)
-    )
+    return CacheUpdate(epoch=epoch, snapshot=Snapshot(runs=runs, last=last, sequence=sequence))
 
 
 def delta(
@@ -90,9 +88,7 @@ def test_a_second_snapshot_replaces_the_first(index: Index, view: View) -> None:
     assert index.held("r") == {11, 12}
 
 
-def test_a_reconnect_in_the_middle_of_a_snapshot_forgets_its_half(
-    index: Index, view: View
-) -> None:
+def test_a_reconnect_in_the_middle_of_a_snapshot_forgets_its_half(index: Index, view: View) -> None:
     view.apply(snapshot(1, 7, 10, last=False))
     view.restart()
     view.apply(snapshot(1, 8, 11))
