@@ -28,7 +28,7 @@ from replicas.messages import invalid, to_delta, to_request, to_snapshot
 from replicas.metrics import Metrics
 from replicas.outbox import Outbox
 
-DELTAS = 1 << 16  # what waits for one router, at most
+DELTAS = 1 << 16  # and rejections that wait for one router, at most
 UPDATES = 4096  # a WatchCache stream may lag so many updates behind
 LOAD_INTERVAL_S = 0.1
 SHORTEST_LOAD_INTERVAL_S = 0.01
@@ -69,7 +69,7 @@ class Stream:
             self.outbox.put_lazily(self._take())
         else:
             self.waiting.MergeFrom(frame)
-            if len(self.waiting.deltas) > DELTAS:
+            if len(self.waiting.deltas) + len(self.waiting.rejections) > DELTAS:
                 self.outbox.lost = True
 
     def _take(self) -> Iterator[ServerFrame]:
@@ -179,7 +179,7 @@ class Service(replica_pb2_grpc.ReplicaServicer):
         """Refuse submissions and wait for the open requests; how many are left at the deadline."""
         self.description.draining = True
         with suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s if 0 <= deadline_s < FOREVER_S else 0):
+            async with asyncio.timeout(min(deadline_s, FOREVER_S) if deadline_s > 0 else 0):
                 await self._idle.wait()
         return len(self._open)
 

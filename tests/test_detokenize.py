@@ -143,6 +143,31 @@ def test_special_tokens_are_silent_and_do_not_grow_the_window() -> None:
     assert "".join(text_stream.push(token)[0] for token in ids) + text_stream.flush() == "the fox"
 
 
+def test_special_tokens_at_the_start_do_not_grow_the_window() -> None:
+    for tokenizer in (byte_level(), sentence_piece()):
+        text_stream = TextStream(tokenizer)
+        for _ in range(500):
+            assert text_stream.push(tokenizer.token_to_id("<eos>")) == ("", None)
+        assert len(text_stream._ids) < 40
+        ids = tokenizer.encode("the quick").ids
+        assert "".join(text_stream.push(token)[0] for token in ids) == "the quick"
+
+
+def test_bytes_that_are_no_character_go_out_and_do_not_grow_the_window() -> None:
+    first = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = byte_level()
+    vocab = tokenizer.get_vocab()
+    lead, *rest = (vocab[c] for c in first.pre_tokenize_str("👍")[0][0])
+    text_stream, text = TextStream(tokenizer), ""
+    for _ in range(500):
+        text += text_stream.push(rest[0])[0]
+        assert len(text_stream._ids) < 40
+    assert len(text) > 450
+    ids = [lead, *rest, vocab["a"]]
+    text += "".join(text_stream.push(token)[0] for token in ids)
+    assert text == INCOMPLETE * 500 + "👍a"
+
+
 def by_definition(text: str, stop: list[str]) -> tuple[str, str | None]:
     """Character by character: the first stop string to be complete, the longest of several."""
     for end in range(1, len(text) + 1):

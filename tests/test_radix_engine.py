@@ -280,6 +280,22 @@ def test_a_bug_while_ending_a_request_ends_it_once(monkeypatch: pytest.MonkeyPat
         client.runner.known.clear()
 
 
+def test_a_bug_in_one_command_loses_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with started() as client:
+        client.runner.close()
+        client.submit(1, prompt(8))
+        client.runner.held()
+        monkeypatch.setattr(client.engine._scheduler, "flush", None)
+        flushed = client.engine.flush()
+        client.submit(2, prompt(8))
+        unpinned = client.engine.unpin(SPACE, b"")
+        client.runner.open()
+        assert isinstance(flushed.exception(WAIT_S), TypeError)
+        assert [end.finish for end in client.done(1, 2)] == [Finish.ERROR] * 2
+        assert unpinned.result(WAIT_S) == 0
+        client.runner.known.clear()
+
+
 def test_stop_cancels_what_is_unfinished() -> None:
     with started(running=1) as client:
         client.runner.close(after=3)

@@ -1,6 +1,7 @@
 """A replica as a server: what it says of itself, draining, stopping, failing, metrics."""
 
 import asyncio
+import math
 import urllib.request
 from typing import Any
 
@@ -62,6 +63,20 @@ async def test_drain() -> None:
         here.runner.gate.set()
         await client.finish(1, 2)
         assert await waiting == 0
+
+
+@pytest.mark.parametrize("deadline_s", [1e9, math.inf])
+async def test_a_drain_may_wait_for_as_long_as_it_takes(deadline_s: float) -> None:
+    async with replica() as here:
+        client = Client(here)
+        here.runner.gate.clear()
+        await client.send(submit(1))
+        await eventually(here.runner.entered.is_set)
+        drained = asyncio.ensure_future(here.stub.Drain(pb.DrainRequest(deadline_s=deadline_s)))
+        await turns(here, NOT_SERVING)
+        here.runner.gate.set()
+        reply: pb.DrainReply = await drained
+        assert reply.unfinished == 0
 
 
 async def test_stop_ends_what_runs_and_every_stream() -> None:

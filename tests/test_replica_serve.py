@@ -221,6 +221,18 @@ async def test_a_slow_serve_reader_loses_its_stream_alone(monkeypatch: pytest.Mo
         assert await lost(slow.call) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_a_router_that_does_not_read_its_rejections_loses_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "DELTAS", 64)
+    async with replica() as here:
+        client = Client(here)
+        refused = [submit(ticket, model="x" * 1000) for ticket in range(200)]
+        for _ in range(20):
+            await client.send(*refused)
+        assert await lost(client.call) == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_a_reader_slower_than_the_engine_gets_several_steps_in_one_frame() -> None:
     async with replica(width=1000) as here:
         client = Client(here)

@@ -444,3 +444,16 @@ def test_matches_that_come_and_go_leave_nothing_behind() -> None:
         bench.step()
     assert len(scheduler._waiting) == 20
     assert len(scheduler._waiting._heap) < 200
+
+
+def test_a_stream_of_short_requests_leaves_nothing_behind() -> None:
+    bench = Bench(running=64, chunk=512)
+    for _ in range(50):
+        for seed in range(64):
+            bench.add(prompt(5, seed), max_tokens=1)
+        bench.step()
+    bench.drain()
+    waiting = bench.scheduler._waiting
+    assert not waiting._works
+    assert not waiting._rota
+    assert len(waiting._heap) < 200

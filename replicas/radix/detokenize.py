@@ -3,6 +3,8 @@
 from tokenizers import Tokenizer
 
 INCOMPLETE = "\ufffd"  # what a decoder puts in place of bytes that are no character yet
+UNFINISHED = 3  # of them stand for one unfinished character, at most
+PENDING = 16  # tokens decoded beyond the context, at most; far more than a character has
 
 
 class TextStream:
@@ -29,11 +31,13 @@ class TextStream:
         self._ids.append(token)
         self._text = self._decode()
         stable = self._text.rstrip(INCOMPLETE)
+        full = len(self._ids) - self._context >= PENDING
+        if full:  # such a run of bytes is no character and will not become one
+            stable = self._text[: max(len(stable), len(self._text) - UNFINISHED)]
         new = stable[self._sent :]
-        if new:
-            self._sent = len(stable)
-            if stable == self._text:
-                self._slide()
+        self._sent += len(new)
+        if full or (new and stable == self._text):
+            self._slide()
         elif self._text == before == stable and self._context:
             self._ids.pop()  # a special token; without this a run of them grows the window
         return self._stop.push(new)
@@ -49,11 +53,12 @@ class TextStream:
         return self._tokenizer.decode(self._ids, skip_special_tokens=True)
 
     def _slide(self) -> None:
-        """At the end of a character the tokens since the context become the context."""
+        """The tokens since the context become the context; what is held back stays so."""
+        held = len(self._text) - self._sent
         del self._ids[: self._context]
         self._context = len(self._ids)
         self._text = self._decode()
-        self._sent = len(self._text)
+        self._sent = max(0, len(self._text) - held)
 
 
 class StopScan:

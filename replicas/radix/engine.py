@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from replicas.engine import Facts, Finish, Load, Namespace, Output, Request, Step, StoredRun
@@ -187,14 +188,20 @@ class RadixEngine:
     def _run(self) -> None:
         while True:
             commands, stopping = self._receive()
-            try:
-                self._turn(commands, stopping)
-            except Exception as error:
-                logger.exception("engine step failed")
-                self._broken = f"engine broke: {error!r}"
-                self._abandon()
+            for command in commands:
+                self._guard(command)
+            self._guard(partial(self._turn, stopping))
             if stopping:
                 return
+
+    def _guard(self, part: Callable[[], None]) -> None:
+        """Run a part of a turn. A bug in it ends all requests; later parts still run."""
+        try:
+            part()
+        except Exception as error:
+            logger.exception("engine step failed")
+            self._broken = f"engine broke: {error!r}"
+            self._abandon()
 
     def _receive(self) -> tuple[list[Callable[[], None]], bool]:
         """Sleep while there is nothing to do; what was asked for meanwhile."""
@@ -204,9 +211,7 @@ class RadixEngine:
             commands, self._inbox = self._inbox, []
             return commands, self._stopping
 
-    def _turn(self, commands: list[Callable[[], None]], stopping: bool) -> None:
-        for command in commands:
-            command()
+    def _turn(self, stopping: bool) -> None:
         if stopping:
             for id in list(self._streams):
                 self._end(id, Finish.CANCELLED)

@@ -1,6 +1,6 @@
 """The requests that wait for admission, and whose turn it is."""
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -33,7 +33,6 @@ class Work:
     matched: int = 0  # tokens it would reuse
     seen: int = -1  # version of the tree that `matched` is of
     entry: Order | None = None  # its valid entry in the heap; none while it is deferred
-    rotating: bool = False
 
     @property
     def remaining(self) -> int:
@@ -62,7 +61,7 @@ class WaitingQueue:
         self._starvation_s = starvation_s
         self._works: dict[int, Work] = {}  # by arrival, but for the preempted
         self._heap: list[Order] = []
-        self._rota: deque[Work] = deque()
+        self._rota: OrderedDict[int, Work] = OrderedDict()  # next to be matched again first
         self._deferred: list[Work] = []
 
     def __len__(self) -> int:
@@ -74,12 +73,10 @@ class WaitingQueue:
         self.tokens += len(work.sequence.tokens) - work.matched
         self._rematch(work)
         self._push(work)
-        if not work.rotating:
-            work.rotating = True
-            self._rota.append(work)
+        self._rota[work.sequence.request.id] = work
 
     def remove(self, work: Work) -> None:
-        del self._works[work.sequence.request.id]
+        del self._works[work.sequence.request.id], self._rota[work.sequence.request.id]
         self.tokens -= len(work.sequence.tokens) - work.matched
         work.entry = None
 
@@ -91,11 +88,9 @@ class WaitingQueue:
                 self._rematch(work)
                 self._push(work)
         for _ in range(min(REMATCHED, len(self._rota))):
-            work = self._rota.popleft()
-            work.rotating = self._waits(work)
-            if work.rotating:
-                self._rota.append(work)
-                self._rematch(work)
+            id, work = next(iter(self._rota.items()))
+            self._rota.move_to_end(id)
+            self._rematch(work)
 
     def next(self, now: float, running: Iterable[Work]) -> Work | None:
         """Whose turn it is; None when nobody waits but for another's prefix."""
