@@ -82,7 +82,7 @@ def _from_yaml(path: Path) -> Given:
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise SettingsError(f"{path}: {line}{error.problem}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
+    except (yaml.YAMLError, ValueError, RecursionError):  # no text, no such date, no end
         raise SettingsError(f"{path}: is not a YAML text") from None
     if content is None:
         return {}

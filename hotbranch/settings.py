@@ -4,15 +4,27 @@ Values come, strongest first, from flags (`--kv-tokens 8192`), the environment
 (`HOTBRANCH_KV_TOKENS`), a YAML file (`--config` or `HOTBRANCH_CONFIG`), and the defaults here.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _host_and_port(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    plain = re.fullmatch(r"[\w.-]+|\[[\da-fA-F:.%\w]+\]", host)
+    if not (plain and re.fullmatch(r"\d{1,5}", port) and int(port) <= 65535):
+        raise ValueError("should be HOST:PORT")
+    return address
+
+
+Address = Annotated[str, AfterValidator(_host_and_port)]
 
 
 class Tenant(BaseModel):
@@ -93,11 +105,19 @@ class GatewaySettings(Common):
     prediction_s: Seconds = Field(30.0, description="life of a predicted cache entry")
     drain_s: Seconds = Field(30.0, description="how long a stopping process lets requests finish")
 
+    @field_validator("tenants")
+    @classmethod
+    def _distinct(cls, tenants: list[Tenant]) -> list[Tenant]:
+        for field in ("name", "key_sha256"):
+            if len({getattr(tenant, field) for tenant in tenants}) < len(tenants):
+                raise ValueError(f"two tenants have the same {field}")
+        return tenants
+
 
 class RouterSettings(GatewaySettings):
     """Settings of a router that runs alone."""
 
-    replica: list[str] = Field(
+    replica: list[Address] = Field(
         [],
         description="a replica; repeat for more",
         json_schema_extra={"metavar": "HOST:PORT"},

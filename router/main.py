@@ -100,6 +100,8 @@ def load_models(settings: GatewaySettings) -> dict[str, Model]:
     name, directory = resolve_model(settings.model, settings.cache_dir)
     name = settings.served_name or name
     models = {name: load_model(name, directory)}
+    if name in settings.models:
+        raise ValueError(f"two models are called {name!r}")
     for further, path in settings.models.items():
         _, directory = resolve_model(path, settings.cache_dir)
         models[further] = load_model(further, directory)

@@ -190,3 +190,11 @@ async def test_stopping_ends_what_takes_too_long_with_an_event(smollm2: Path) ->
     assert json.loads(last[6:])["error"]["message"] == "the router is stopping"
     assert json.loads(await whole)["error"]["type"] == "service_unavailable_error"
     assert all(route.cancelled for route in site.fleet.routes)
+
+
+async def test_a_host_may_be_a_name(site: Site) -> None:
+    named = await serve(site.app, "localhost", 0)
+    try:
+        assert (await curl(f"http://localhost:{named.port}/health")) == b'{"status":"ok"}'
+    finally:
+        await named.stop(0)

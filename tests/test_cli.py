@@ -13,6 +13,7 @@ import pytest
 from hotbranch import __version__, cli, log
 from hotbranch.load_settings import flag, variable
 from hotbranch.settings import RouterSettings
+from router.main import load_models
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -166,3 +167,9 @@ def test_auto_is_json_away_from_a_terminal(logger: logging.Logger) -> None:
     log.setup("info", "auto", "router", stream)
     log.event(logger, "ready")
     assert json.loads(stream.getvalue())["event"] == "ready"
+
+
+def test_two_models_under_one_name_are_refused(smollm2: Path) -> None:
+    settings = RouterSettings(model=str(smollm2), served_name="x", models={"x": str(smollm2)})
+    with pytest.raises(ValueError, match="two models are called 'x'"):
+        load_models(settings)

@@ -24,7 +24,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = Index()
         self.now = 0.0
         self.reported: dict[str, set[int]] = {}
-        self.predicted: dict[str, dict[int, float]] = {}
+        self.predicted: dict[str, dict[int, list[float]]] = {}  # one expiry for each claim
 
     @rule(holder=holders)
     def add(self, holder: str) -> None:
@@ -74,20 +74,24 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.predict(holder, keys_of(path), self.now + 10)
             for key in keys_of(path):
                 if key not in self.reported[holder]:
-                    self.predicted[holder][key] = self.now + 10
+                    claims = len(self.predicted[holder].get(key, []))
+                    self.predicted[holder][key] = [self.now + 10] * (claims + 1)
 
     @rule(holder=holders, path=paths)
     def withdraw(self, holder: str, path: list[int]) -> None:
         self.index.withdraw(holder, keys_of(path))
-        for key in keys_of(path):
-            self.predicted.get(holder, {}).pop(key, None)
+        life = self.predicted.get(holder, {})
+        for key in life.keys() & set(keys_of(path)):
+            life[key].pop()
+            if not life[key]:
+                del life[key]
 
     @rule(seconds=st.floats(0, 8))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.index.expire(self.now)
         for life in self.predicted.values():
-            for key in [key for key, expiry in life.items() if expiry <= self.now]:
+            for key in [key for key, claims in life.items() if claims[0] <= self.now]:
                 del life[key]
 
     @rule(path=paths, among=st.sets(holders))

@@ -152,3 +152,29 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 
 def test_json_that_does_not_parse() -> None:
     assert complaint(HOTBRANCH_REPLICA='["a:1"').startswith("HOTBRANCH_REPLICA: is not valid JSON")
+
+
+def test_a_value_that_yaml_cannot_build(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("port: 2020-13-45\n")
+    assert complaint(None, path) == f"{path}: is not a YAML text"
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":1", "host:70000", "http://host:1", "h:1:2"])
+def test_a_replica_is_a_host_and_a_port(address: str) -> None:
+    assert complaint({"replica": [address]}).startswith(f"--replica[0] {address}: should be ")
+
+
+@pytest.mark.parametrize("address", ["host:1", "10.0.0.1:65535", "[::1]:7001", "a-b.c_d:7001"])
+def test_replica_addresses(address: str) -> None:
+    assert router({"replica": [address]}).replica == [address]
+
+
+@pytest.mark.parametrize("same", ["name", "key_sha256"])
+def test_two_tenants_share_neither_name_nor_key(tmp_path: Path, same: str) -> None:
+    tenants = [{"name": "a", "key_sha256": "0" * 64}, {"name": "b", "key_sha256": "1" * 64}]
+    tenants[1][same] = tenants[0][same]
+    path = tmp_path / "tenants.yaml"
+    path.write_text(json.dumps({"tenants": tenants}))
+    assert complaint(None, path) == f"{path}: tenants: two tenants have the same {same}"
+    assert "000" not in complaint(None, path)

@@ -98,8 +98,7 @@ async def serve(app: Application, host: str, port: int) -> Running:
     adapter = _Adapter(app)
     server = Server(
         adapter,
-        host,
-        _free_port(host, port),
+        *_free(host, port),
         log_enabled=False,
         websockets=False,
         backlog=2048,
@@ -109,8 +108,11 @@ async def serve(app: Application, host: str, port: int) -> Running:
     return Running(server, adapter, task)
 
 
-def _free_port(host: str, port: int) -> int:
-    """granian shares ports with whoever else listens, so ask for the port alone, first."""
+def _free(host: str, port: int) -> tuple[str, int]:
+    """The IP address of `host`, and a port of it that nobody has.
+
+    granian takes no names, and shares ports with whoever else listens: ask for it alone, first.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -119,8 +121,8 @@ def _free_port(host: str, port: int) -> int:
         except OSError as error:
             reason = error.strerror or str(error)
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {reason}") from error
-        chosen: int = probe.getsockname()[1]
-        return chosen
+        address, chosen = probe.getsockname()[:2]
+        return address, chosen
 
 
 class _Adapter:

@@ -27,7 +27,8 @@ class Fleet:
         self._watcher = watcher
         self._drain_s = drain_s
         self._links: dict[str, Link] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: dict[str, tuple[Link, asyncio.Task[None]]] = {}
+        self._leavings: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -49,24 +50,36 @@ class Fleet:
         """Close every link at once."""
         if self._task:
             self._task.cancel()
-        for task in self._leaving:
+        for task in self._leavings:
             task.cancel()
-        await asyncio.gather(*(link.close() for link in self._links.values()))
+        links = [*self._links.values(), *(link for link, _ in self._leaving.values())]
         self._links.clear()
+        self._leaving.clear()
+        await asyncio.gather(*(link.close() for link in links))
 
     async def _follow(self) -> None:
         async for addresses in self._discovery.watch():
             for address in addresses - self._links.keys():
-                self._links[address] = Link(address, self._fingerprints, self._watcher(address))
+                self._links[address] = self._returned(address) or Link(
+                    address, self._fingerprints, self._watcher(address)
+                )
             for address in self._links.keys() - addresses:
                 link = self._links.pop(address)
                 task = asyncio.create_task(self._leave(link))
-                self._leaving.add(task)
-                task.add_done_callback(self._leaving.discard)
+                self._leaving[address] = link, task
+                self._leavings.add(task)
+                task.add_done_callback(self._leavings.discard)
+
+    def _returned(self, address: str) -> Link | None:
+        """The link of an address that discovery names again before its work was finished."""
+        link, task = self._leaving.pop(address, (None, None))
+        if task:
+            task.cancel()
+        return link
 
     async def _leave(self, link: Link) -> None:
+        """Nothing new is placed on a link that is not in `links`; what it has may finish."""
         event(log, "replica leaves", replica=link.replica_id, in_flight=link.in_flight)
-        link.drain()
         try:
             async with asyncio.timeout(self._drain_s):
                 await link.idle.wait()
@@ -77,5 +90,5 @@ class Fleet:
                 replica=link.replica_id,
                 open=link.in_flight,
             )
-        finally:
-            await link.close()
+        del self._leaving[link.address]
+        await link.close()

@@ -10,7 +10,8 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hotbranch.log import event
 from hotbranch.v1 import replica_pb2_grpc
-from hotbranch.v1.cache_pb2 import Load, WatchRequest
+from hotbranch.v1.cache_pb2 import CacheUpdate, Load, WatchRequest
 from hotbranch.v1.replica_pb2 import DescribeRequest, Description
 from hotbranch.v1.serve_pb2 import ClientFrame, Delta, Rejection, ServerFrame, Submit
 from router.fleet.outstanding import Outstanding
@@ -36,7 +37,11 @@ CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.use_local_subchannel_pool", 1),
 ]
+FRAME_BYTES = 16 << 20  # of submissions in one frame, well below the largest message
 DESCRIBE_TIMEOUT_S = 5.0
+# A replica reports its load ten times a second. One that is stopped or wedged keeps its connection,
+# and gRPC's own pings may be answered for it or not be sent at all.
+SILENCE_S = 10.0
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -83,6 +88,7 @@ class Link:
         self._open: dict[int, tuple[Receiver, int]] = {}
         self._outbox = ClientFrame()
         self._wake = asyncio.Event()
+        self._closing = False
         self.idle = asyncio.Event()
         self.idle.set()
         self._task = asyncio.create_task(self._run(), name=f"link {address}")
@@ -125,23 +131,36 @@ class Link:
             self.state = State.DRAINING
 
     async def close(self) -> None:
-        """Disconnect for good. Open requests are lost, the replica's blocks forgotten."""
+        """Disconnect for good. Open requests are lost, the replica's blocks forgotten.
+
+        Both before the first suspension, so that another link may have the address at once.
+        """
+        self._closing = True
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
         self._disconnected("closed")
         self.watcher.close()
+        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
         failures = 0
-        while True:
+        while not self._closing:  # a task group with errors to raise swallows the cancellation
             began = time.monotonic()
-            reason = "refused"
+            reason = ""
             try:
                 async with grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS) as channel:
                     await self._session(channel)
             except* (grpc.aio.AioRpcError, Disconnected) as group:
                 reason = _reason(group.exceptions[0])
-            self._disconnected(reason)
+            except* Exception as group:
+                # A link without its task would keep its state and swallow every request.
+                reason = _defect(group.exceptions[0])
+                if not self._closing:
+                    event(log, "link failed", logging.ERROR, replica=self.replica_id, reason=reason)
+            if self._closing:
+                return
+            if reason and self.state is State.REFUSED:
+                self.state, self.problem = State.CONNECTING, ""
+            self._disconnected(reason or "refused")
             lasted = time.monotonic() - began
             failures = 0 if lasted > PAUSES_S[-1] else failures + 1
             await asyncio.sleep(
@@ -181,7 +200,8 @@ class Link:
             await self._wake.wait()
             self._wake.clear()
             frame, self._outbox = self._outbox, ClientFrame()
-            await call.write(frame)
+            for part in _parts(frame):
+                await call.write(part)
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[ClientFrame, ServerFrame]") -> None:
         async for frame in call:
@@ -219,13 +239,13 @@ class Link:
             self.watcher.restart()
             call = stub.WatchCache(WatchRequest())
             try:
-                async for update in call:
-                    if update.HasField("load"):
-                        self.load = update.load
-                        self.outstanding.reported(update.load.outstanding_tokens, time.monotonic())
-                    else:
-                        self.watcher.apply(update)
+                async with asyncio.timeout(SILENCE_S) as silence:
+                    async for update in call:
+                        silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
+                        self._updated(update)
                 reason = "ended"
+            except TimeoutError:
+                raise Disconnected(f"the replica was silent for {SILENCE_S:g} s") from None
             except ViewLost as lost:
                 reason = lost.reason
             except grpc.aio.AioRpcError as error:
@@ -237,6 +257,13 @@ class Link:
             self.watcher.lost(reason)
             event(log, "cache view lost", replica=self.replica_id, reason=reason)
             await asyncio.sleep(PAUSES_S[0])
+
+    def _updated(self, update: CacheUpdate) -> None:
+        if update.HasField("load"):
+            self.load = update.load
+            self.outstanding.reported(update.load.outstanding_tokens, time.monotonic())
+        else:
+            self.watcher.apply(update)
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs name no methods
@@ -256,6 +283,7 @@ class Link:
         self.load = None
         self.outstanding = Outstanding()
         self._outbox = ClientFrame()
+        self.watcher.forget()
         receivers = dict.fromkeys(receiver for receiver, _ in self._open.values())
         self._open.clear()
         self.idle.set()
@@ -269,3 +297,28 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name.lower()}: {error.details()}"
     return str(error)
+
+
+def _defect(error: BaseException) -> str:
+    """What failed and where; the message of an unforeseen error may quote what it was given."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {frames[-1].name}, line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}"
+
+
+def _parts(frame: ClientFrame) -> Iterator[ClientFrame]:
+    """The frame in parts that fit a message; cancellations follow what they may cancel."""
+    if frame.ByteSize() <= FRAME_BYTES:
+        yield frame
+        return
+    part, size = ClientFrame(), 0
+    for submit in frame.submit:
+        if part.submit and size + submit.ByteSize() > FRAME_BYTES:
+            yield part
+            part, size = ClientFrame(), 0
+        part.submit.append(submit)
+        size += submit.ByteSize()
+    part.cancel.extend(frame.cancel)
+    yield part

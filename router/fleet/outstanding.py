@@ -36,10 +36,6 @@ class Outstanding:
         self._reported_at = now
         self._since_report = 0
 
-    def reset(self) -> None:
-        """The connection is gone, and with it all that we sent."""
-        self.__init__()  # type: ignore[misc]
-
     @property
     def tokens(self) -> int:
         """The estimate. Never below our own work: a report may have crossed it on the way."""

@@ -28,5 +28,8 @@ class Watcher(Protocol):
     def lost(self, reason: str) -> None:
         """Count a lost view; `restart` follows."""
 
+    def forget(self) -> None:
+        """The replica is out of reach: what it holds is not known."""
+
     def close(self) -> None:
         """The replica is gone for good."""

@@ -12,6 +12,8 @@ a burst follow each other.
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+_UNCLAIMED = (0.0, 0)
+
 
 class Index:
     """Matches prompts against what every holder has. Pure: the caller gives the time in seconds."""
@@ -22,7 +24,8 @@ class Index:
         self._reported: dict[int, int] = {}
         self._predicted: dict[int, int] = {}
         self._held: dict[str, set[int]] = {}
-        self._life: dict[str, dict[int, float]] = {}  # holder -> predicted key -> expiry
+        # holder -> predicted key -> (expiry, prompts that count on it)
+        self._life: dict[str, dict[int, tuple[float, int]]] = {}
         self._expiries: deque[tuple[float, str, Sequence[int]]] = deque()
 
     def add(self, holder: str) -> None:
@@ -65,7 +68,7 @@ class Index:
     def evict(self, holder: str, keys: Iterable[int]) -> None:
         """The holder reports that blocks are gone; unknown ones are ignored."""
         held = self._held[holder]
-        gone = [key for key in keys if key in held]
+        gone = held.intersection(keys)
         held.difference_update(gone)
         _drop(self._reported, gone, self._bit[holder])
 
@@ -80,16 +83,26 @@ class Index:
         held, life, predicted = self._held[holder], self._life[holder], self._predicted
         fresh = [key for key in keys if key not in held]
         for key in fresh:
-            life[key] = expiry
+            life[key] = expiry, life.get(key, _UNCLAIMED)[1] + 1
             predicted[key] = predicted.get(key, 0) | bit
         if fresh:
             self._expiries.append((expiry, holder, fresh))
 
     def withdraw(self, holder: str, keys: Sequence[int]) -> None:
-        """Take predictions back, as of a request that never ran. Reported blocks stay."""
+        """Take back what was predicted for a prompt that never ran.
+
+        Reported blocks stay, and so does what another prompt counts on.
+        """
         life = self._life.get(holder)
         if life:
-            gone = [key for key in keys if life.pop(key, None) is not None]
+            gone = []
+            for key in keys:
+                expiry, claims = life.get(key, _UNCLAIMED)
+                if claims > 1:
+                    life[key] = expiry, claims - 1
+                elif claims:
+                    del life[key]
+                    gone.append(key)
             _drop(self._predicted, gone, self._bit[holder])
 
     def expire(self, now: float) -> None:
@@ -98,7 +111,7 @@ class Index:
             _, holder, keys = self._expiries.popleft()
             life = self._life.get(holder)
             if life:
-                gone = [key for key in keys if life.get(key, now + 1) <= now]
+                gone = [key for key in keys if key in life and life[key][0] <= now]
                 for key in gone:
                     del life[key]
                 _drop(self._predicted, gone, self._bit[holder])

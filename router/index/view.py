@@ -11,7 +11,8 @@ class View:
     """Applies updates to the index under one holder's name.
 
     Blocks of an older epoch are dropped as soon as a newer one is seen. A view that was lost keeps
-    its blocks, as the best guess, until the next snapshot is complete.
+    its blocks, as the best guess, until the next snapshot is complete; a replica that is gone holds
+    nothing.
     """
 
     def __init__(self, index: Index, holder: str) -> None:
@@ -36,7 +37,8 @@ class View:
     def apply(self, update: CacheUpdate) -> None:
         """Take one message of the stream. Raises ViewLost."""
         if update.epoch != self._epoch:
-            self._index.clear(self._holder)
+            if self._epoch is not None:  # the first one leaves what was predicted before it
+                self._index.clear(self._holder)
             self._epoch = update.epoch
             self.restart()
         kind = update.WhichOneof("update")
@@ -74,6 +76,12 @@ class View:
     def lost(self, reason: str) -> None:
         """Count a view that has to be taken anew."""
         self.resyncs[reason] += 1
+
+    def forget(self) -> None:
+        """The replica is out of reach; what it holds when it comes back, its snapshot tells."""
+        self._index.clear(self._holder)
+        self._epoch = None
+        self.restart()
 
     def close(self) -> None:
         """The replica is gone for good."""

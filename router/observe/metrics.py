@@ -5,7 +5,7 @@ series of a replica go when it goes.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
@@ -65,6 +65,8 @@ class Metrics:
     def __init__(self, fleet: Fleet, index: Index, dispatcher: PlacingDispatcher) -> None:
         self.registry = registry = CollectorRegistry()
         self._fleet = fleet
+        # first, so that the series of a replica that went are gone before they are read
+        registry.register(_StateCollector(fleet, index, dispatcher, self._forget_gone))
         Info("hotbranch_build", "What runs here.", registry=registry).info({"version": __version__})
         self.answers = Counter(
             "hotbranch_http_responses",
@@ -122,7 +124,6 @@ class Metrics:
             registry=registry,
         )
         self._routed_labels: dict[str, set[tuple[str, str]]] = {}  # replica -> (tenant, model)
-        registry.register(_StateCollector(fleet, index, dispatcher))
 
     def started(self, request_id: str, endpoint: str, tenant: str, model: str) -> "Recording":
         return Recording(self, tenant, model, time.perf_counter())
@@ -147,7 +148,7 @@ class Metrics:
             "prompt_tokens": tokens,
             "predicted_cached_tokens": predicted,
             "cached_tokens": cached or 0,
-            "overpredicted_tokens": max(0, predicted - (cached or 0)),
+            "overpredicted_tokens": 0 if cached is None else max(0, predicted - cached),
         }
         for name, count in counts.items():
             self.routed[name].labels(tenant, model, replica).inc(count)
@@ -169,6 +170,7 @@ class Recording:
     model: str
     began: float
     last: float = 0.0
+    steps: int = 0
 
     def routed(
         self,
@@ -191,7 +193,9 @@ class Recording:
 
     def step(self, tokens: int) -> None:
         now = time.perf_counter()
-        self.metrics.gap.labels(self.model).observe(now - self.last)
+        if self.steps:
+            self.metrics.gap.labels(self.model).observe(now - self.last)
+        self.steps += 1
         self.last = now
         self.metrics.generated.labels(self.tenant, self.model).inc(tokens)
 
@@ -204,15 +208,23 @@ class Recording:
 class _StateCollector(Collector):
     """Reads fleet, index and dispatcher at each scrape."""
 
-    def __init__(self, fleet: Fleet, index: Index, dispatcher: PlacingDispatcher) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: Index,
+        dispatcher: PlacingDispatcher,
+        before: Callable[[], None],
+    ) -> None:
         self._fleet = fleet
         self._index = index
         self._dispatcher = dispatcher
+        self._before = before
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
+        self._before()
         yield from self._router()
         yield from self._replicas()
 
@@ -237,11 +249,11 @@ class _StateCollector(Collector):
         states = GaugeMetricFamily(
             "hotbranch_replicas", "Replicas by state of their link.", labels=["state"]
         )
+        for state in State:
+            states.add_metric([state], sum(link.state is state for link in self._fleet.links))
+        yield states
         # two addresses under one name would break the whole scrape
         links = list({link.replica_id: link for link in self._fleet.links}.values())
-        for state in State:
-            states.add_metric([state], sum(link.state is state for link in links))
-        yield states
         families = {
             name: GaugeMetricFamily(f"hotbranch_replica_{name}", text, labels=["replica"])
             for name, text in _REPLICA_GAUGES.items()

@@ -45,6 +45,11 @@ class PlacingDispatcher:
             links = [link for link in self._fleet.ready(prompt.model) if link.address not in tried]
             if not links:
                 break
+            if tried:
+                self.retries += 1
+                event(log, "retry", request_id=prompt.request_id, reason=str(problem))
+            # where it fits nowhere, a replica says why
+            links = [link for link in links if _fits(link, prompt)] or links
             link, route, keys = self._dispatch(prompt, samplings, links)
             try:
                 await route.begun()
@@ -63,8 +68,6 @@ class PlacingDispatcher:
                 if route.cached_tokens is None:
                     self._index.withdraw(link.address, keys)
             tried.add(link.address)
-            self.retries += 1
-            event(log, "retry", replica=link.replica_id, reason=str(problem))
         raise problem
 
     def _dispatch(
@@ -125,6 +128,13 @@ class PlacingDispatcher:
 def _block_size(link: Link) -> int:
     assert link.description is not None, "a ready link is described"
     return link.description.block_size
+
+
+def _fits(link: Link, prompt: Prompt) -> bool:
+    """Whether the replica's context and pool have room for the prompt and a token behind it."""
+    assert link.description is not None, "a ready link is described"
+    pool = link.description.capacity_blocks * link.description.block_size
+    return len(prompt.token_ids) // TOKEN_BYTES < min(link.description.max_context, pool)
 
 
 def _typical_speed(links: Sequence[Link]) -> float:
