@@ -1,4 +1,4 @@
-"""The index against a dictionary of sets, under every order of events."""
+"""The index against dictionaries of sets, under every order of events."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,14 +8,36 @@ from hotbranch.keys import block_keys, root
 from router.index.index import Index
 
 HOLDERS = ["a", "b", "c"]
+LIFE_S = 10.0
+SEED = root("m")
 holders = st.sampled_from(HOLDERS)
-# paths over a small alphabet, so that prefixes are shared
-paths = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+# two letters, so that paths share, fork and end within each other
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
+Path = tuple[int, ...]
 
 
-def keys_of(path: list[int]) -> list[int]:
+def keys_of(path: Path) -> list[int]:
     tokens = b"".join(token.to_bytes(4, "little") for token in path)
-    return block_keys(tokens, 1, root("m"))
+    return block_keys(tokens, 1, SEED)
+
+
+def prefixes(path: Path) -> list[Path]:
+    return [path[: end + 1] for end in range(len(path))]
+
+
+class Holder:
+    """What a holder reported, and the paths predicted for it with the end of their lives."""
+
+    def __init__(self) -> None:
+        self.reported: set[Path] = set()
+        self.predicted: dict[Path, tuple[float, int]] = {}  # end of life, claims
+
+    def soon(self) -> set[Path]:
+        return {prefix for path in self.predicted for prefix in prefixes(path)}
+
+    def depth(self, path: Path) -> int:
+        layers = (self.reported, self.soon())
+        return max(sum(prefix in layer for prefix in prefixes(path)) for layer in layers)
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -23,104 +45,95 @@ class IndexMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = Index()
         self.now = 0.0
-        self.reported: dict[str, set[int]] = {}
-        self.predicted: dict[str, dict[int, list[float]]] = {}  # one expiry for each claim
+        self.model: dict[str, Holder] = {}
+        for holder in HOLDERS:
+            self.index.add(holder)
+            self.model[holder] = Holder()
 
     @rule(holder=holders)
-    def add(self, holder: str) -> None:
-        self.index.add(holder)
-        self.reported.setdefault(holder, set())
-        self.predicted.setdefault(holder, {})
-
-    @rule(holder=holders)
-    def remove(self, holder: str) -> None:
+    def replace_holder(self, holder: str) -> None:
+        """Gone for good; another one takes its place."""
         self.index.remove(holder)
-        self.reported.pop(holder, None)
-        self.predicted.pop(holder, None)
+        assert self.index.match(keys_of((0,)), [holder]) == {}
+        self.index.add(holder)
+        self.model[holder] = Holder()
 
     @rule(holder=holders, path=paths)
-    def store(self, holder: str, path: list[int]) -> None:
-        if holder in self.reported:
-            self.index.store(holder, keys_of(path))
-            self.reported[holder].update(keys_of(path))
-            for key in keys_of(path):
-                self.predicted[holder].pop(key, None)
+    def store(self, holder: str, path: Path) -> None:
+        self.index.store(holder, SEED, keys_of(path))
+        self.model[holder].reported.update(prefixes(path))
 
-    @rule(holder=holders, path=paths, start=st.integers(0, 5))
-    def evict(self, holder: str, path: list[int], start: int) -> None:
-        if holder in self.reported:
-            self.index.evict(holder, keys_of(path)[start:])
-            self.reported[holder].difference_update(keys_of(path)[start:])
+    @rule(holder=holders, path=paths, kept=st.integers(0, 4))
+    def evict(self, holder: str, path: Path, kept: int) -> None:
+        """The end of a path goes, and all that hangs below any of it."""
+        self.index.evict(holder, keys_of(path)[kept:][::-1])
+        gone = prefixes(path)[kept:]
+        self.model[holder].reported -= {
+            p for p in self.model[holder].reported if any(p[: len(g)] == g for g in gone)
+        }
 
     @rule(holder=holders, kept=st.lists(paths, max_size=3))
-    def replace(self, holder: str, kept: list[list[int]]) -> None:
-        if holder in self.reported:
-            keys = {key for path in kept for key in keys_of(path)}
-            self.index.replace(holder, keys)
-            self.reported[holder] = keys
-            for key in keys:
-                self.predicted[holder].pop(key, None)
+    def replace(self, holder: str, kept: list[Path]) -> None:
+        self.index.replace(holder, [(SEED, keys_of(path)) for path in kept])
+        self.model[holder].reported = {p for path in kept for p in prefixes(path)}
 
     @rule(holder=holders)
     def clear(self, holder: str) -> None:
-        if holder in self.reported:
-            self.index.clear(holder)
-            self.reported[holder] = set()
-            self.predicted[holder] = {}
+        self.index.clear(holder)
+        self.model[holder] = Holder()
+
+    @rule(holder=holders, some=st.lists(paths, min_size=1, max_size=3))
+    def predict(self, holder: str, some: list[Path]) -> None:
+        for path in some:
+            self.index.predict(holder, SEED, keys_of(path), self.now + LIFE_S)
+            _, claims = self.model[holder].predicted.get(path, (0.0, 0))
+            self.model[holder].predicted[path] = self.now + LIFE_S, claims + 1
 
     @rule(holder=holders, path=paths)
-    def predict(self, holder: str, path: list[int]) -> None:
-        if holder in self.reported:
-            self.index.predict(holder, keys_of(path), self.now + 10)
-            for key in keys_of(path):
-                if key not in self.reported[holder]:
-                    claims = len(self.predicted[holder].get(key, []))
-                    self.predicted[holder][key] = [self.now + 10] * (claims + 1)
-
-    @rule(holder=holders, path=paths)
-    def withdraw(self, holder: str, path: list[int]) -> None:
+    def withdraw(self, holder: str, path: Path) -> None:
         self.index.withdraw(holder, keys_of(path))
-        life = self.predicted.get(holder, {})
-        for key in life.keys() & set(keys_of(path)):
-            life[key].pop()
-            if not life[key]:
-                del life[key]
+        end, claims = self.model[holder].predicted.pop(path, (0.0, 0))
+        if claims > 1:
+            self.model[holder].predicted[path] = end, claims - 1
 
-    @rule(seconds=st.floats(0, 8))
+    @rule(holder=holders, data=st.data())
+    def withdraw_a_live_one(self, holder: str, data: st.DataObject) -> None:
+        if live := sorted(self.model[holder].predicted):
+            self.withdraw(holder, data.draw(st.sampled_from(live)))
+
+    @rule(seconds=st.sampled_from((0.0, 3.0, 8.0)))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.index.expire(self.now)
-        for life in self.predicted.values():
-            for key in [key for key, claims in life.items() if claims[0] <= self.now]:
-                del life[key]
+        for holder in self.model.values():
+            holder.predicted = {p: e for p, e in holder.predicted.items() if e[0] > self.now}
 
     @rule(path=paths, among=st.sets(holders))
-    def match(self, path: list[int], among: set[str]) -> None:
-        expected = {}
-        for holder in among & self.reported.keys():
-            known = self.reported[holder] | self.predicted[holder].keys()
-            keys = keys_of(path)
-            expected[holder] = next((i for i, k in enumerate(keys) if k not in known), len(keys))
-        assert self.index.match(keys_of(path), among) == expected
+    def match(self, path: Path, among: set[str]) -> None:
+        wanted = {name: self.model[name].depth(path) for name in among & self.model.keys()}
+        assert self.index.match(keys_of(path), among) == wanted
 
     @invariant()
     def counts_agree(self) -> None:
-        for holder, keys in self.reported.items():
-            assert self.index.held(holder) == keys
-        assert self.index.blocks == len(set().union(*self.reported.values(), set()))
-        predicted = [life.keys() for life in self.predicted.values()]
-        assert self.index.predicted_blocks == len(set().union(*predicted, set()))
+        for name, holder in self.model.items():
+            keys = {keys_of(path)[-1] for path in holder.reported}
+            assert self.index.held(name) == keys
+            assert self.index.held_count(name) == len(keys)
+        reported = (holder.reported for holder in self.model.values())
+        assert self.index.blocks == len(set().union(*reported))
+        predicted = (holder.soon() for holder in self.model.values())
+        assert self.index.predicted_blocks == len(set().union(*predicted))
 
 
-IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestIndex = IndexMachine.TestCase
 
 
 def test_a_hole_ends_the_match() -> None:
     index = Index()
     index.add("a")
-    keys = keys_of([0, 1, 2])
-    index.store("a", keys)
+    keys = keys_of((0, 1, 2))
+    index.store("a", SEED, keys)
     index.evict("a", keys[1:2])
     assert index.match(keys, ["a"]) == {"a": 1}
 
@@ -128,11 +141,11 @@ def test_a_hole_ends_the_match() -> None:
 def test_a_removed_holder_leaves_nothing_to_the_next_in_its_place() -> None:
     index = Index()
     index.add("a")
-    index.store("a", keys_of([0, 1]))
-    index.predict("a", keys_of([2]), 100.0)
+    index.store("a", SEED, keys_of((0, 1)))
+    index.predict("a", SEED, keys_of((2,)), 100.0)
     index.remove("a")
     index.add("b")
-    assert index.match(keys_of([0, 1]), ["b"]) == {"b": 0}
+    assert index.match(keys_of((0, 1)), ["b"]) == {"b": 0}
     index.expire(1000.0)
     assert index.blocks == index.predicted_blocks == 0
 

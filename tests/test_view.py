@@ -16,7 +16,7 @@ from router.index.view import View
 
 
 def snapshot(epoch: int, sequence: int, *keys: int, last: bool = True) -> CacheUpdate:
-    runs = [Run(parent=0, keys=keys)]
+    runs = [Run(parent=0, keys=[key]) for key in keys]
     return CacheUpdate(epoch=epoch, snapshot=Snapshot(runs=runs, last=last, sequence=sequence))
 
 
@@ -108,14 +108,14 @@ def test_a_closed_view_leaves_nothing(index: Index, view: View) -> None:
 
 
 def test_the_first_snapshot_leaves_what_was_predicted(index: Index, view: View) -> None:
-    index.predict("r", [7, 8], 10.0)
+    index.predict("r", 0, [7, 8], 10.0)
     view.apply(snapshot(1, 5, 1, 2))
     assert index.match([7, 8], ["r"]) == {"r": 2}
 
 
 def test_a_replica_out_of_reach_holds_nothing_and_may_come_back(index: Index, view: View) -> None:
     view.apply(snapshot(1, 5, 1, 2))
-    index.predict("r", [7], 10.0)
+    index.predict("r", 0, [7], 10.0)
     view.forget()
     assert (index.blocks, index.predicted_blocks, view.current) == (0, 0, False)
     view.restart()

@@ -1,6 +1,7 @@
 """One replica's cache as its WatchCache stream tells it: snapshot, then deltas without a gap."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from hotbranch.v1.cache_pb2 import TIER_GPU, CacheDelta, CacheUpdate, Snapshot
 from router.fleet.watcher import ViewLost
@@ -20,7 +21,7 @@ class View:
         self._holder = holder
         self._epoch: int | None = None
         self._sequence: int | None = None  # None: no complete snapshot on this stream
-        self._pending: list[int] = []
+        self._pending: list[tuple[int, Sequence[int]]] = []
         self.resyncs: Counter[str] = Counter()
         index.add(holder)
 
@@ -51,7 +52,7 @@ class View:
         self._sequence = None
         for run in snapshot.runs:
             if run.tier == TIER_GPU:
-                self._pending.extend(run.keys)
+                self._pending.append((run.parent, list(run.keys)))
         if snapshot.last:
             self._index.replace(self._holder, self._pending)
             self._pending = []
@@ -68,10 +69,10 @@ class View:
             self._index.clear(self._holder)
         for run in delta.stored:
             if run.tier == TIER_GPU:
-                self._index.store(self._holder, run.keys)
+                self._index.store(self._holder, run.parent, list(run.keys))
         for gone in delta.evicted:
             if gone.tier == TIER_GPU:
-                self._index.evict(self._holder, gone.keys)
+                self._index.evict(self._holder, list(gone.keys))
 
     def lost(self, reason: str) -> None:
         """Count a view that has to be taken anew."""

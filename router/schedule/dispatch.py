@@ -79,7 +79,8 @@ class PlacingDispatcher:
         placement, link, keys = self._place(prompt, tokens, links)
         matched = placement.candidate.matched
         self.placements[placement.reason] = self.placements.get(placement.reason, 0) + 1
-        self._index.predict(link.address, keys, now + self._prediction_s)
+        seed = root(prompt.model, prompt.adapter, prompt.salt)
+        self._index.predict(link.address, seed, keys, now + self._prediction_s)
         self.open_routes += 1
         route = LiveRoute(link, len(samplings), matched, self._closed)
         submits = [_submit(prompt, sampling, matched) for sampling in samplings]
