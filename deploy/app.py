@@ -30,6 +30,9 @@ HEALTH_PERIOD_S = 1.0
 class Replica:
     """One replica, on the address of its node and a free port."""
 
+    _heart: Heart | None = None
+    _server: ReplicaServer | None = None
+
     async def __init__(self, settings: UpSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         log.setup(settings.log_level, settings.log_format, "replica")
         context = serve.get_replica_context()
@@ -37,18 +40,17 @@ class Replica:
         engine_settings = settings.model_dump(include=set(EngineSettings.model_fields))
         own = ReplicaSettings(**engine_settings, replica_id=replica_id, host=node_address())
         self._drain_s = settings.drain_s
-        self._server: ReplicaServer | None = None
-        self._heart = Heart(context.app_name, Beat(replica_id, "loading weights"))
+        heart = self._heart = Heart(context.app_name, Beat(replica_id, "loading weights"))
         try:
             engine, model, fingerprint = await asyncio.to_thread(build_engine, own)
             server = ReplicaServer(engine, own, model, fingerprint)
             await server.start()
         except BaseException:
-            await self._heart.stop()
+            await heart.stop()
             raise
         self._server = server
         self._failure = asyncio.create_task(server.failure())
-        self._heart.beat = Beat(replica_id, "serving", server.address)
+        heart.beat = Beat(replica_id, "serving", server.address)
 
     async def check_health(self) -> None:
         """Raise when the engine has failed for good: Serve puts a new replica in its place."""
@@ -57,7 +59,8 @@ class Replica:
 
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica, be it while the weights are loading."""
-        await self._heart.stop()
+        if self._heart:
+            await self._heart.stop()
         if self._server:
             await self._server.stop(self._drain_s)
 
@@ -65,30 +68,36 @@ class Replica:
 class Router:
     """The router, on its own HTTP port. Serve's proxies, where they run, point to it."""
 
+    _gateway: Gateway | None = None
+
     async def __init__(self, settings: UpSettings, replicas: object) -> None:  # type: ignore[misc]
         log.setup(settings.log_level, settings.log_format, "router")
         self._settings = settings
         discovery = RayDiscovery(serve.get_replica_context().app_name)
-        self._gateway = await asyncio.to_thread(Gateway, settings, discovery)
-        await self._gateway.start()
+        gateway = await asyncio.to_thread(Gateway, settings, discovery)
+        await gateway.start()
+        self._gateway = gateway
 
     async def __call__(self, request: Request) -> PlainTextResponse:
         """What comes through Serve's proxy belongs to the router's own port."""
         host = self._settings.router_host
         host = node_address() if host in ("0.0.0.0", "::") else host
         host = f"[{host}]" if ":" in host else host
-        url = str(request.url.replace(scheme="http", hostname=host, port=self._gateway.port))
+        url = str(request.url.replace(scheme="http", hostname=host, port=self._port()))
         return PlainTextResponse(f"hotbranch answers at {url}\n", 308, {"location": url})
 
     async def check_health(self) -> None:
         """Raise when nobody listens on the port any more."""
-        host, port = self._settings.router_host, self._gateway.port
-        _, writer = await asyncio.open_connection(host, port)
+        _, writer = await asyncio.open_connection(self._settings.router_host, self._port())
         writer.close()
+
+    def _port(self) -> int:
+        return self._gateway.port if self._gateway else self._settings.port
 
     async def __del__(self) -> None:
         """Serve awaits this when it stops the router."""
-        await self._gateway.stop(self._settings.drain_s)
+        if self._gateway:
+            await self._gateway.stop(self._settings.drain_s)
 
 
 def application(

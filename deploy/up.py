@@ -26,6 +26,7 @@ from rich.console import Console
 from deploy import panel
 from hotbranch import progress
 from hotbranch.embedded import ModelError, resolve_model
+from hotbranch.ports import free_address
 from hotbranch.settings import UpSettings
 
 LOOPBACK = "127.0.0.1"
@@ -109,7 +110,10 @@ def _signals(handler: Any) -> Iterator[None]:
 
 def _prepared(settings: UpSettings) -> UpSettings:
     """Settings with the port, the model and the threads of a replica decided."""
-    port = _free_port(settings.router_host, settings.port)
+    try:
+        _, port = free_address(settings.router_host, settings.port)
+    except OSError as error:
+        raise StartError(str(error)) from None
     name, directory = resolve_model(settings.model, settings.cache_dir)
     changes: dict[str, object] = {"port": port, "served_name": settings.served_name or name}
     if settings.model != name:
@@ -117,19 +121,6 @@ def _prepared(settings: UpSettings) -> UpSettings:
     if not settings.threads and not _foreign():
         changes["threads"] = max(1, len(os.sched_getaffinity(0)) // settings.replicas)
     return settings.model_copy(update=changes)
-
-
-def _free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0. Raises StartError where another process listens."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise StartError(f"cannot listen on {host} port {port}: {reason}") from None
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hotbranch import __version__
+from hotbranch.ports import free_address
 from hotbranch.settings import ReplicaSettings
 from hotbranch.v1 import replica_pb2 as pb
 from hotbranch.v1 import replica_pb2_grpc
@@ -41,10 +41,8 @@ log = logging.getLogger(__name__)
 
 def check_ports(settings: ReplicaSettings) -> None:
     """Raise OSError, naming the address, when a port is taken: known before weights are loaded."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     for port in (settings.grpc_port, settings.metrics_port):
-        with _listening(_address(settings.host, port)):
-            socket.create_server((settings.host, port), family=family).close()
+        free_address(settings.host, port)
 
 
 def _address(host: str, port: int) -> str:

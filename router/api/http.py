@@ -6,7 +6,6 @@ An application is a coroutine from Request to Response. Another server would rep
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 from granian.rsgi import ProtocolClosed, ProtocolError  # type: ignore[attr-defined]
 from granian.server.embed import Server
 
+from hotbranch.ports import free_address
 from router.api.errors import STOPPING, ApiError, too_large
 
 BODY_S = 60.0  # a client has this long to send its body
@@ -98,7 +98,7 @@ async def serve(app: Application, host: str, port: int) -> Running:
     adapter = _Adapter(app)
     server = Server(
         adapter,
-        *_free(host, port),
+        *free_address(host, port),
         log_enabled=False,
         websockets=False,
         backlog=2048,
@@ -106,23 +106,6 @@ async def serve(app: Application, host: str, port: int) -> Running:
     task = asyncio.create_task(server.serve())
     await adapter.wait_started(task)
     return Running(server, adapter, task)
-
-
-def _free(host: str, port: int) -> tuple[str, int]:
-    """The IP address of `host`, and a port of it that nobody has.
-
-    granian takes no names, and shares ports with whoever else listens: ask for it alone, first.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise OSError(error.errno, f"cannot listen on {host}:{port}: {reason}") from error
-        address, chosen = probe.getsockname()[:2]
-        return address, chosen
 
 
 class _Adapter:
