@@ -5,12 +5,13 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
-from hotbranch.keys import TOKEN_BYTES, block_keys, root
+from hotbranch.keys import TOKEN_BYTES, root
 from hotbranch.log import event
 from hotbranch.v1.serve_pb2 import Rejection, Sampling, Submit
 from router.fleet.fleet import Fleet
 from router.fleet.link import Link
 from router.generation import Prompt, Refused, Unavailable
+from router.index.chains import KeyChains
 from router.index.index import Index
 from router.schedule.placement import Candidate, Placement, place
 from router.schedule.route import LiveRoute, Lost, Rejected
@@ -28,6 +29,7 @@ class PlacingDispatcher:
     def __init__(self, fleet: Fleet, index: Index, prediction_s: float) -> None:
         self._fleet = fleet
         self._index = index
+        self._chains = KeyChains()
         self._prediction_s = prediction_s
         self.open_routes = 0
         self.retries = 0
@@ -107,7 +109,7 @@ class PlacingDispatcher:
         discriminator = seed
         typical = _typical_speed(links)
         for size in {_block_size(link) for link in links}:
-            keys[size] = block_keys(prompt.token_ids, size, seed)
+            keys[size] = self._chains.keys(prompt.token_ids, size, seed)
             alike = [link for link in links if _block_size(link) == size]
             depths = self._index.match(keys[size], [link.address for link in alike])
             shared = min(depths.values())
