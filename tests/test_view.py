@@ -110,7 +110,7 @@ def test_a_closed_view_leaves_nothing(index: Index, view: View) -> None:
 def test_the_first_snapshot_leaves_what_was_predicted(index: Index, view: View) -> None:
     index.predict("r", 0, [7, 8], 10.0)
     view.apply(snapshot(1, 5, 1, 2))
-    assert index.match([7, 8], ["r"]) == {"r": 2}
+    assert index.match([7, 8]).depth("r") == 2
 
 
 def test_a_replica_out_of_reach_holds_nothing_and_may_come_back(index: Index, view: View) -> None:

@@ -4,10 +4,24 @@ Two layers. *Reported* blocks are what replicas said they hold. *Predicted* bloc
 dispatched a moment ago and will be reported soon. A holder's match is the deeper of the two.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from router.index.predictions import Predictions
 from router.index.tree import Depths, PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Leading blocks by holder, as found; nothing is spelled out for holders nobody asks about."""
+
+    _bits: Mapping[str, int]
+    _depths: Depths
+
+    def depth(self, holder: str) -> int:
+        """Blocks that a holder has; 0 for one that is unknown."""
+        bit = self._bits.get(holder, 0)
+        return max((depth for bits, depth in self._depths if bits & bit), default=0)
 
 
 class Index:
@@ -17,6 +31,7 @@ class Index:
         self._reported = PrefixTree()
         self._predicted = Predictions()
         self._bits: dict[str, int] = {}
+        self._everybody = 0
         self._free: list[int] = []
         self._counts: dict[str, int] = {}
 
@@ -24,12 +39,14 @@ class Index:
         """Make room for a holder; it holds nothing yet."""
         if holder not in self._bits:
             self._bits[holder] = self._free.pop() if self._free else 1 << len(self._bits)
+            self._everybody |= self._bits[holder]
             self._counts[holder] = 0
 
     def remove(self, holder: str) -> None:
         """Forget a holder and all that it held."""
         if holder in self._bits:
             self.clear(holder)
+            self._everybody ^= self._bits[holder]
             self._free.append(self._bits.pop(holder))
             del self._counts[holder]
 
@@ -74,13 +91,12 @@ class Index:
         """Forget predictions whose life has ended."""
         self._predicted.expire(now)
 
-    def match(self, keys: Sequence[int], among: Iterable[str]) -> dict[str, int]:
-        """Blocks of the prompt that each known holder in `among` has, from the root on."""
-        names = {self._bits[holder]: holder for holder in among if holder in self._bits}
-        depths = dict.fromkeys(names.values(), 0)
-        for layer in (self._reported, self._predicted):
-            _deepen(depths, names, layer.match(keys, sum(names)))
-        return depths
+    def match(self, keys: Sequence[int]) -> Match:
+        """How much of a prompt each holder has, from the root on."""
+        bits = self._everybody
+        return Match(
+            self._bits, self._reported.match(keys, bits) + self._predicted.match(keys, bits)
+        )
 
     def held(self, holder: str) -> frozenset[int]:
         """Keys that the holder reported."""
@@ -101,12 +117,3 @@ class Index:
     def predicted_blocks(self) -> int:
         """Distinct predicted blocks."""
         return len(self._predicted)
-
-
-def _deepen(depths: dict[str, int], names: dict[int, str], found: Depths) -> None:
-    for bits, depth in found:
-        while depth and bits:
-            bit = bits & -bits
-            name = names[bit]
-            depths[name] = max(depths[name], depth)
-            bits ^= bit

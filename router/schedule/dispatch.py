@@ -111,7 +111,8 @@ class PlacingDispatcher:
         for size in {_block_size(link) for link in links}:
             keys[size] = self._chains.keys(prompt.token_ids, size, seed)
             alike = [link for link in links if _block_size(link) == size]
-            depths = self._index.match(keys[size], [link.address for link in alike])
+            match = self._index.match(keys[size])
+            depths = {link.address: match.depth(link.address) for link in alike}
             shared = min(depths.values())
             discriminator = keys[size][shared] if shared < len(keys[size]) else discriminator
             # one token is always computed, to have logits to sample from
