@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check smoke proto clean
+.PHONY: help up test check smoke proto peers clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,8 +28,15 @@ smoke: $(VENV)/ready-dev ## a cluster on free ports, driven by the openai client
 proto: $(VENV)/ready-dev ## generate the stubs from the .proto files
 	$(BIN)/python proto/generate.py
 
+peers: .venv-dynamo/ready ## what benchmarks compare with, each in an environment of its own
+
+.venv-dynamo/ready: Makefile
+	$(PYTHON) -m venv --clear .venv-dynamo
+	.venv-dynamo/bin/python -m pip install --quiet ai-dynamo-runtime==1.6.1
+	@touch $@
+
 clean: ## remove what was installed and built here (the converted model stays in its cache)
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-dynamo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # `installing` stays behind when pip is interrupted. pip takes a half-written package for an
 # installed one, so the next run starts over.

@@ -7,9 +7,13 @@ Both sides hash token ids themselves; no engine's own hashes enter. A collision 
 the engine compares tokens.
 """
 
+from functools import lru_cache
+from struct import Struct
+
 from xxhash import xxh3_64_intdigest
 
 TOKEN_BYTES = 4
+GROUP = 32  # blocks cut off at once, which takes half the time of one slice for each
 
 
 def root(model: str, adapter: str = "", salt: str = "") -> int:
@@ -21,8 +25,20 @@ def root(model: str, adapter: str = "", salt: str = "") -> int:
 def block_keys(token_ids: bytes, block_size: int, parent: int) -> list[int]:
     """Keys of the whole blocks in `token_ids`; `parent` is the key (or root) before the first."""
     width = block_size * TOKEN_BYTES
+    count = len(token_ids) // width
+    grouped = count // GROUP * GROUP * width
     keys = []
-    for start in range(0, len(token_ids) - width + 1, width):
-        parent = xxh3_64_intdigest(token_ids[start : start + width], parent)
+    for group in _cutter(width, GROUP).iter_unpack(token_ids[:grouped]):
+        for block in group:
+            parent = xxh3_64_intdigest(block, parent)
+            keys.append(parent)
+    for block in _cutter(width, count % GROUP).unpack(token_ids[grouped : count * width]):
+        parent = xxh3_64_intdigest(block, parent)
         keys.append(parent)
     return keys
+
+
+@lru_cache(maxsize=4 * GROUP)
+def _cutter(width: int, count: int) -> Struct:
+    """Cuts bytes into `count` pieces of `width`."""
+    return Struct(f"{width}s" * count)

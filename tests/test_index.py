@@ -1,8 +1,11 @@
 """The index against dictionaries of sets, under every order of events."""
 
-from hypothesis import settings
+import random
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from xxhash import xxh3_64_intdigest
 
 from hotbranch.keys import block_keys, root
 from router.index.index import Index
@@ -149,6 +152,16 @@ def test_a_removed_holder_leaves_nothing_to_the_next_in_its_place() -> None:
     assert index.match(keys_of((0, 1))).depth("b") == 0
     index.expire(1000.0)
     assert index.blocks == index.predicted_blocks == 0
+
+
+@given(count=st.integers(0, 150), block_size=st.sampled_from((1, 16, 64)), tail=st.integers(0, 63))
+def test_keys_chain_block_by_block(count: int, block_size: int, tail: int) -> None:
+    tokens = random.Random(count).randbytes(4 * (count * block_size + tail % block_size))
+    parent, wanted = SEED, []
+    for start in range(0, 4 * block_size * count, 4 * block_size):
+        parent = xxh3_64_intdigest(tokens[start : start + 4 * block_size], parent)
+        wanted.append(parent)
+    assert block_keys(tokens, block_size, SEED) == wanted
 
 
 def test_namespaces_do_not_meet() -> None:

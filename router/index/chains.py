@@ -8,7 +8,7 @@ from xxhash import xxh3_64_intdigest
 
 from hotbranch.keys import TOKEN_BYTES, block_keys
 
-SPAN = 32  # blocks
+SPAN = 64  # blocks
 
 
 class KeyChains:

@@ -1,0 +1,1 @@
+"""Peers, each run by the interpreter of its own environment (`make peers`)."""
