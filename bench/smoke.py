@@ -29,7 +29,7 @@ from bench.cluster import Cluster, cluster, held_by
 TENANTS = ("alpha", "beta")
 FAMILIES = 3
 REQUESTS = 10
-UNIQUE = 8
+UNIQUE = 10
 KV_TOKENS = 7424  # all six families fit on one replica, not much more
 BLOCK = 16
 OUTPUT_TOKENS = 6

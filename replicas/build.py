@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 from hotbranch.embedded import resolve_model
 from hotbranch.fingerprint import fingerprint
 from hotbranch.settings import EngineSettings
-from replicas.engine import Engine
-from replicas.radix.detokenize import TextStream
+from replicas.engine import Engine, Request
+from replicas.radix.detokenize import CONTEXT, TextStream
 from replicas.radix.engine import RadixEngine
 from replicas.radix.runner import load
 from replicas.radix.scheduler import Limits
@@ -25,7 +25,13 @@ def build_engine(settings: EngineSettings) -> tuple[Engine, str, str]:
         Limits.of(settings, runner.max_context),
         runner,
         runner.eos_ids,
-        partial(TextStream, Tokenizer.from_file(str(directory / "tokenizer.json"))),
+        partial(open_text, Tokenizer.from_file(str(directory / "tokenizer.json"))),
         runner.vocab_size,
     )
     return engine, settings.served_name or name, fingerprint(directory)
+
+
+def open_text(tokenizer: Tokenizer, request: Request) -> TextStream:
+    """The text of a request: behind its prompt, up to its stop strings."""
+    prompt = memoryview(request.prompt).cast("I")
+    return TextStream(tokenizer, request.sampling.stop, prompt[-CONTEXT:].tolist())

@@ -96,7 +96,7 @@ async def replica(
     settings = ReplicaSettings(**{"block_size": BLOCK, "kv_tokens": 2048, **options})
     runner = GatedRunner(settings.kv_tokens // BLOCK)
     limits = Limits.of(settings, max_context=4096)
-    engine = engine_type(limits, runner, frozenset(), lambda stop: Letters(width), VOCABULARY)
+    engine = engine_type(limits, runner, frozenset(), lambda request: Letters(width), VOCABULARY)
     server = ReplicaServer(engine, settings, MODEL, "fingerprint")
     await server.start()
     try:

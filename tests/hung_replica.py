@@ -19,5 +19,5 @@ if __name__ == "__main__":
     runner = GatedRunner(settings.kv_tokens // BLOCK)
     runner.pace_s = 1e6
     limits = Limits.of(settings, max_context=4096)
-    engine = RadixEngine(limits, runner, frozenset(), lambda stop: Letters(1), VOCABULARY)
+    engine = RadixEngine(limits, runner, frozenset(), lambda request: Letters(1), VOCABULARY)
     sys.exit(uvloop.run(main.serve(server.ReplicaServer(engine, settings, MODEL, ""), MODEL)))

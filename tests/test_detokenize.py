@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -228,3 +228,24 @@ def test_the_real_tokenizer_streams_what_it_decodes(smollm2: Path, text: str) ->
     pieces, _ = stream(tokenizer, tokenizer.encode(text).ids)
     assert "".join(pieces) == text
     assert len([piece for piece in pieces if piece]) > 1
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentence_piece()])
+@given(text=st.text(alphabet="the quick.é👍 ", min_size=2, max_size=30), data=st.data())
+@settings(deadline=None)
+def test_text_behind_a_prompt_is_what_it_adds(
+    tokenizer: Tokenizer, text: str, data: st.DataObject
+) -> None:
+    ids = tokenizer.encode(text).ids
+    cut = data.draw(st.integers(0, len(ids)))
+    before = tokenizer.decode(ids[:cut])
+    assume(INCOMPLETE not in before)
+    text_stream = TextStream(tokenizer, (), ids[:cut])
+    added = "".join(text_stream.push(token)[0] for token in ids[cut:]) + text_stream.flush()
+    assert before + added == tokenizer.decode(ids).rstrip(INCOMPLETE)
+
+
+def test_a_completion_keeps_the_space_before_its_first_word() -> None:
+    tokenizer = sentence_piece()
+    text_stream = TextStream(tokenizer, (), tokenizer.encode("the").ids)
+    assert text_stream.push(tokenizer.token_to_id("▁quick")) == (" quick", None)

@@ -45,7 +45,7 @@ async def start_replica(
     )
     runner = GatedRunner(kv_tokens // BLOCK)
     limits = Limits.of(settings, max_context=1024)
-    engine = RadixEngine(limits, runner, frozenset(), lambda stop: Letters(1), VOCABULARY)
+    engine = RadixEngine(limits, runner, frozenset(), lambda request: Letters(1), VOCABULARY)
     server = ReplicaServer(engine, settings, MODEL, fingerprint)
     await server.start()
     return Replica(server, engine, runner)

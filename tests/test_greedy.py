@@ -3,14 +3,15 @@
 import queue
 import random
 from array import array
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
 
 from hotbranch.settings import ReplicaSettings
+from replicas.build import open_text
 from replicas.engine import Finish, Namespace, Output, Request, Sampling, Step
-from replicas.radix.detokenize import TextStream
 from replicas.radix.engine import RadixEngine
 from replicas.radix.runner import ModelRunner, load
 from replicas.radix.scheduler import Limits
@@ -80,7 +81,7 @@ def generate(
         limits,
         watched,
         runner.eos_ids,
-        lambda stop: TextStream(tokenizer, stop),
+        partial(open_text, tokenizer),
         runner.vocab_size,
     )
     outputs: queue.Queue[Output] = queue.Queue()

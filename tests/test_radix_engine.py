@@ -27,8 +27,8 @@ SPACE = Namespace("m")
 class Spelled:
     """Text in which every token is its number and a space; a word is held back until the next."""
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self.stop = stop
+    def __init__(self, request: Request) -> None:
+        self.stop = request.sampling.stop
         self.held = ""
 
     def push(self, token: int) -> tuple[str, str | None]:

@@ -1,15 +1,19 @@
 """Text out of tokens as they come: whole characters only, and never past a stop string."""
 
+from collections.abc import Sequence
+
 from tokenizers import Tokenizer
 
 INCOMPLETE = "\ufffd"  # what a decoder puts in place of bytes that are no character yet
 UNFINISHED = 3  # of them stand for one unfinished character, at most
+CONTEXT = 6  # tokens of the prompt, enough for the start of a character
 PENDING = 16  # tokens decoded beyond the context, at most; far more than a character has
 
 
 class TextStream:
     """The text of one sequence. Pushed and flushed text, joined, is what decoding all ids gives,
-    up to an incomplete last character and, after a match, up to the stop string.
+    up to an incomplete last character and, after a match, up to the stop string; behind a `prompt`,
+    what it adds to the prompt's text.
 
     A token is decoded together with the few before it, because a decoder may treat the first token
     of a text differently, and one character may span several tokens. `tokenizers`' own DecodeStream
@@ -17,13 +21,22 @@ class TextStream:
     cannot give it out at the end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = StopScan(stop)
         self._ids: list[int] = []  # the window: context, then the tokens since
-        self._context = 0  # tokens of context
-        self._sent = 0  # characters of the window's text that are out
         self._text = ""  # the window's text
+        for count in range(min(CONTEXT, len(prompt)), 0, -1):
+            self._ids = list(prompt[-count:])
+            self._text = self._decode()
+            if INCOMPLETE not in self._text:  # begins and ends between characters
+                break
+        else:
+            self._ids, self._text = [], ""
+        self._context = len(self._ids)  # tokens of context
+        self._sent = len(self._text)  # characters of the window's text that are out
 
     def push(self, token: int) -> tuple[str, str | None]:
         """Add a token; the text to send now, and the stop string that ended it, if one did."""

@@ -86,7 +86,7 @@ class RadixEngine:
         limits: Limits,
         runner: Runner,
         eos: frozenset[int],
-        open_text: Callable[[tuple[str, ...]], Text],  # by stop strings
+        open_text: Callable[[Request], Text],
         vocab_size: int,
     ) -> None:
         self.facts = Facts(
@@ -273,7 +273,7 @@ class RadixEngine:
         except NeverRuns as error:
             self._outputs.append(Output(request.id, [], "", Finish.ERROR, error=str(error)))
         else:
-            self._streams[request.id] = _Stream(sequence, self._open_text(request.sampling.stop))
+            self._streams[request.id] = _Stream(sequence, self._open_text(request))
 
     def _end(self, id: int, finish: Finish, error: str = "") -> None:
         """End a request from outside the scheduler; unknown and finished ids are ignored."""
