@@ -38,7 +38,11 @@ class Replica:
 
 
 async def start_replica(
-    port: int = 0, fingerprint: str = "ours", kv_tokens: int = 2048, name: str = ""
+    port: int = 0,
+    fingerprint: str = "ours",
+    kv_tokens: int = 2048,
+    name: str = "",
+    model: str = MODEL,
 ) -> Replica:
     settings = ReplicaSettings(
         block_size=BLOCK, kv_tokens=kv_tokens, grpc_port=port, replica_id=name
@@ -46,7 +50,7 @@ async def start_replica(
     runner = GatedRunner(kv_tokens // BLOCK)
     limits = Limits.of(settings, max_context=1024)
     engine = RadixEngine(limits, runner, frozenset(), lambda request: Letters(1), VOCABULARY)
-    server = ReplicaServer(engine, settings, MODEL, fingerprint)
+    server = ReplicaServer(engine, settings, model, fingerprint)
     await server.start()
     return Replica(server, engine, runner)
 
@@ -215,12 +219,10 @@ async def test_a_replica_lost_before_the_first_token_costs_a_retry() -> None:
 
 async def test_a_replica_lost_after_the_first_token_ends_the_request_with_an_error() -> None:
     async with setup() as fleet:
+        for replica in fleet.replicas:
+            replica.runner.pace_s = 0.05  # 500 tokens take longer than the stop
         route = await fleet.dispatcher.open(prompt(1), [Sampling(max_tokens=500)])
-        victim = fleet.of(route)
-        victim.runner.gate.clear()
-        stopping = asyncio.create_task(victim.server.stop(0))
-        await asyncio.sleep(0)
-        victim.runner.gate.set()
+        stopping = asyncio.create_task(fleet.of(route).server.stop(0))
         ends = await finishes(route)
         await stopping
         assert ends == [FINISH_REASON_ERROR]
@@ -337,3 +339,27 @@ async def test_a_replica_with_another_tokenizer_is_refused_with_its_reason() -> 
     finally:
         await fleet.stop()
         await stop_replica(stranger)
+
+
+async def test_a_request_goes_only_to_replicas_that_serve_its_model() -> None:
+    replicas = [await start_replica(model=model) for model in (MODEL, "other")]
+    index = Index()
+    fleet = Fleet(
+        ListedDiscovery(*(replica.address for replica in replicas)),
+        {MODEL: "ours", "other": "ours"},
+        lambda a: View(index, a),
+        drain_s=1,
+    )
+    await fleet.start()
+    try:
+        await eventually(lambda: bool(fleet.ready(MODEL) and fleet.ready("other")))
+        dispatcher = PlacingDispatcher(fleet, index, prediction_s=30)
+        for _ in range(3):
+            for replica, model in zip(replicas, (MODEL, "other"), strict=True):
+                route = await dispatcher.open(prompt(1, model=model), [Sampling(max_tokens=1)])
+                assert route.replica_id == replica.address
+                assert await finishes(route) == [FINISH_REASON_LENGTH]
+    finally:
+        await fleet.stop()
+        for replica in replicas:
+            await stop_replica(replica)
