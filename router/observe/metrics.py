@@ -238,6 +238,11 @@ class _StateCollector(Collector):
             "Prompts placed again before a first token.",
             dispatcher.retries,
         )
+        yield CounterMetricFamily(
+            "hotbranch_hashed_blocks",
+            "Prompt blocks whose keys were not remembered.",
+            dispatcher.chains.hashed,
+        )
         placements = CounterMetricFamily(
             "hotbranch_placements", "Placements by what decided.", labels=["reason"]
         )

@@ -29,7 +29,7 @@ class PlacingDispatcher:
     def __init__(self, fleet: Fleet, index: Index, prediction_s: float) -> None:
         self._fleet = fleet
         self._index = index
-        self._chains = KeyChains()
+        self.chains = KeyChains()
         self._prediction_s = prediction_s
         self.open_routes = 0
         self.retries = 0
@@ -78,10 +78,10 @@ class PlacingDispatcher:
         now = time.monotonic()
         self._index.expire(now)
         tokens = len(prompt.token_ids) // TOKEN_BYTES
-        placement, link, keys = self._place(prompt, tokens, links)
+        seed = root(prompt.model, prompt.adapter, prompt.salt)
+        placement, link, keys = self._place(prompt.token_ids, seed, links)
         matched = placement.candidate.matched
         self.placements[placement.reason] = self.placements.get(placement.reason, 0) + 1
-        seed = root(prompt.model, prompt.adapter, prompt.salt)
         self._index.predict(link.address, seed, keys, now + self._prediction_s)
         self.open_routes += 1
         route = LiveRoute(link, len(samplings), matched, self._closed)
@@ -100,16 +100,16 @@ class PlacingDispatcher:
         return link, route, keys
 
     def _place(
-        self, prompt: Prompt, tokens: int, links: Sequence[Link]
+        self, token_ids: bytes, seed: int, links: Sequence[Link]
     ) -> tuple[Placement, Link, list[int]]:
+        tokens = len(token_ids) // TOKEN_BYTES
         by_address = {link.address: link for link in links}
-        seed = root(prompt.model, prompt.adapter, prompt.salt)
         keys: dict[int, list[int]] = {}  # by block size
         candidates = []
         discriminator = seed
         typical = _typical_speed(links)
         for size in {_block_size(link) for link in links}:
-            keys[size] = self._chains.keys(prompt.token_ids, size, seed)
+            keys[size] = self.chains.keys(token_ids, size, seed)
             alike = [link for link in links if _block_size(link) == size]
             match = self._index.match(keys[size])
             depths = {link.address: match.depth(link.address) for link in alike}
