@@ -132,6 +132,8 @@ def _ray(settings: UpSettings) -> Iterator[Place]:
     if not _foreign():
         # Ray's name for it is odd: off, it takes the loopback address for that of its only node.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # Ray's own choice, 15, lets any other work on this machine starve the replicas.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         temp_dir = tempfile.mkdtemp(prefix="hotbranch-")
         cpus = settings.replicas * settings.replica_cpus + settings.router_cpus
         options |= {

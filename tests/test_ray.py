@@ -122,7 +122,7 @@ class Fleet:
 
 @contextmanager
 def up(*flags: str, ray_address: str = "") -> Iterator[Fleet]:
-    command = [sys.executable, "-m", "hotbranch", "up", *flags]
+    command = [sys.executable, "-X", "faulthandler", "-m", "hotbranch", "up", *flags]
     environment = os.environ | {"RAY_ADDRESS": ray_address}
     with TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -133,8 +133,14 @@ def up(*flags: str, ray_address: str = "") -> Iterator[Fleet]:
             text=True,
             start_new_session=True,
         )
+        fleet = Fleet(process, errors)
         try:
-            yield Fleet(process, errors)
+            yield fleet
+        except BaseException:
+            process.send_signal(signal.SIGABRT)  # it writes down what its threads are doing
+            process.wait()
+            print(fleet.stderr())
+            raise
         finally:
             process.kill()
             process.communicate()
@@ -227,6 +233,8 @@ def test_ctrl_c_ends_everything_that_was_started(fleet: Fleet) -> None:
 @pytest.fixture(scope="module")
 def foreign_ray() -> Iterator[str]:
     """The address of a Ray that is not ours to end."""
+    # Ray lets its workers starve behind anything else, such as the tests beside this one.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     context: Any = ray.init(
         address="local",
         include_dashboard=False,
