@@ -12,11 +12,13 @@ import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.index_workload import BLOCK, BLOCKS, REPLICAS, percentile, sequences
 from hotbranch.keys import block_keys, root
+from router.fleet.holder import Holder
 from router.index.chains import KeyChains
 from router.index.index import Index
 
@@ -25,24 +27,30 @@ PEER = ROOT / ".venv-dynamo/bin/python"
 ROUNDS = 5
 SEED = root("bench")
 MILLION = 1_000_000
+T = TypeVar("T")
 
 
 def filled(prompts: Sequence[bytes], replicas: int) -> Index:
     """An index in which prompt i is held by replica i modulo `replicas`."""
     index = Index()
     for replica in range(replicas):
-        index.add(str(replica))
+        index.add(holder(replica, replicas), BLOCK)
     for i, prompt in enumerate(prompts):
-        index.store(str(i % replicas), SEED, block_keys(prompt, BLOCK, SEED))
+        index.store(holder(i, replicas), None, block_keys(prompt, BLOCK, SEED), now=0.0)
     return index
 
 
-def times(work: Callable[[bytes], object], prompts: Sequence[bytes]) -> list[float]:
+def holder(i: int, replicas: int = REPLICAS) -> Holder:
+    """Who has prompt i."""
+    return Holder(str(i % replicas))
+
+
+def times(work: Callable[[T], object], items: Sequence[T]) -> list[float]:
     """Seconds of each call."""
     took = []
-    for prompt in prompts:
+    for item in items:
         began = time.perf_counter()
-        work(prompt)
+        work(item)
         took.append(time.perf_counter() - began)
     return took
 
@@ -55,11 +63,16 @@ def decide_seen(index: Index, chains: KeyChains) -> Callable[[bytes], object]:
     return lambda prompt: index.match(chains.keys(prompt, BLOCK, SEED))
 
 
+def dispatch(index: Index) -> Callable[[tuple[int, Sequence[int]]], object]:
+    """What the index is told of a prompt that goes where it was before."""
+    return lambda sent: index.predict(holder(sent[0]), sent[1], now=0.0)
+
+
 def store_rate(chains: Sequence[Sequence[int]]) -> float:
     index = filled([], REPLICAS)
     began = time.perf_counter()
     for i, keys in enumerate(chains):
-        index.store(str(i % REPLICAS), SEED, keys)
+        index.store(holder(i), None, keys, now=0.0)
     return sum(map(len, chains)) / (time.perf_counter() - began)
 
 
@@ -67,7 +80,7 @@ def evict_rate(prompts: Sequence[bytes], chains: Sequence[Sequence[int]]) -> flo
     index = filled(prompts, REPLICAS)
     began = time.perf_counter()
     for i, keys in enumerate(chains):
-        index.evict(str(i % REPLICAS), keys[::-1])
+        index.evict(holder(i), keys[::-1])
     return sum(map(len, chains)) / (time.perf_counter() - began)
 
 
@@ -77,7 +90,7 @@ def bytes_per_block() -> float:
     index = filled([], REPLICAS)
     tracemalloc.start()
     for i in range(0, MILLION, BLOCKS):
-        index.store(str(i // BLOCKS % REPLICAS), SEED, chain[i : i + BLOCKS].tolist())
+        index.store(holder(i // BLOCKS), None, chain[i : i + BLOCKS].tolist(), now=0.0)
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return size / index.blocks
@@ -132,22 +145,15 @@ def compare(report: dict[str, Any], prompts: Sequence[bytes]) -> None:
         times(decide_seen(index, seen), prompts)
         took = times(decide_seen(index, seen), prompts)
         note(seen_prefix_us_p50=percentile(took, 0.5))
-        note(match_us_p50=percentile(_match_times(index, chains), 0.5))
+        note(match_us_p50=percentile(times(index.match, chains), 0.5))
+        note(dispatch_us_p50=percentile(times(dispatch(index), list(enumerate(chains))), 0.5))
+        index.expire(inf)
     report |= {name: sorted(figures)[ROUNDS // 2] for name, figures in rounds.items()}
     if peer:
         peer.close()
         report["decision_ratio"] = report["decision_us_p50"] / report["dynamo_us_p50"]
         report["seen_prefix_ratio"] = report["seen_prefix_us_p50"] / report["dynamo_us_p50"]
         report["store_ratio"] = report["store_blocks_per_s"] / report["dynamo_store_blocks_per_s"]
-
-
-def _match_times(index: Index, chains: Sequence[Sequence[int]]) -> list[float]:
-    took = []
-    for keys in chains:
-        began = time.perf_counter()
-        index.match(keys)
-        took.append(time.perf_counter() - began)
-    return took
 
 
 def scale(report: dict[str, Any]) -> None:

@@ -7,12 +7,14 @@ Both sides hash token ids themselves; no engine's own hashes enter. A collision 
 the engine compares tokens.
 """
 
+import struct
 from functools import lru_cache
 from struct import Struct
 
 from xxhash import xxh3_64_intdigest
 
 TOKEN_BYTES = 4
+KNOWN = 0x797811BA2196EFD9  # `key_check`
 GROUP = 32  # blocks cut off at once, which takes half the time of one slice for each
 
 
@@ -20,6 +22,18 @@ def root(model: str, adapter: str = "", salt: str = "") -> int:
     """The root seed of a namespace, as an unsigned 64-bit integer."""
     parts = (part.encode() for part in (model, adapter, salt))
     return xxh3_64_intdigest(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
+
+
+def key_check() -> int:
+    """The key of a fixed prompt, which two processes must agree on to speak of the same blocks.
+
+    Raises ValueError when what is installed here computes other keys than the contract says.
+    """
+    prompt = struct.pack(f"<{3 * GROUP}I", *range(3 * GROUP))
+    key = block_keys(prompt, 2, root("model", "adapter", "salt"))[-1]
+    if key != KNOWN:
+        raise ValueError(f"xxhash computes block keys of its own here ({key:016x}): reinstall it")
+    return key
 
 
 def block_keys(token_ids: bytes, block_size: int, parent: int) -> list[int]:

@@ -102,6 +102,9 @@ class GatewaySettings(Common):
         16, description="largest n, and prompts in one completion request"
     )
     max_open: Positive = Field(4096, description="requests in flight, at most; beyond: 429")
+    index_blocks: Positive = Field(
+        1 << 22, description="blocks the index knows of, at most; about 100 bytes each"
+    )
     prediction_s: Seconds = Field(30.0, description="life of a predicted cache entry")
     drain_s: Seconds = Field(30.0, description="how long a stopping process lets requests finish")
 

@@ -87,9 +87,9 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class StoredRun:
-    """Blocks now held, each the child of the one before it; `parent` is a key or a root seed."""
+    """Blocks now held, each the child of the one before it; `parent` is a key, None at a root."""
 
-    parent: int
+    parent: int | None
     keys: Sequence[int]
 
 

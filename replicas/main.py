@@ -8,6 +8,7 @@ import sys
 import uvloop
 
 from hotbranch.embedded import ModelError
+from hotbranch.keys import key_check
 from hotbranch.settings import ReplicaSettings
 from replicas.server import ReplicaServer, check_ports
 
@@ -25,6 +26,7 @@ def run(settings: ReplicaSettings) -> int:
     """
     try:
         check_ports(settings)
+        key_check()
         from replicas.build import build_engine  # only now: torch takes seconds
 
         engine, model, fingerprint = build_engine(settings)

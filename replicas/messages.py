@@ -22,6 +22,8 @@ def invalid(submit: Submit, here: pb.Description) -> str:
     count = size // TOKEN_BYTES
     if submit.model != here.model:
         return f"model {submit.model!r} is not served here, {here.model!r} is"
+    if submit.rank >= here.ranks:
+        return f"there is no rank {submit.rank}, the ranks are {here.ranks}"
     if submit.adapter:
         return f"adapter {submit.adapter!r} is not loaded"
     if size % TOKEN_BYTES:

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hotbranch import __version__
+from hotbranch.keys import key_check
 from hotbranch.ports import free_address
 from hotbranch.settings import ReplicaSettings
 from hotbranch.v1 import replica_pb2 as pb
@@ -144,6 +145,7 @@ class ReplicaServer:
             ranks=facts.ranks,
             metrics_address=self.metrics_address,
             version=__version__,
+            key_check=key_check(),
         )
 
     async def _supervise(self) -> None:

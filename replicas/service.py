@@ -145,7 +145,8 @@ class Service(replica_pb2_grpc.ReplicaServicer):
         interval_s = wish if SHORTEST_LOAD_INTERVAL_S < wish < LOAD_INTERVAL_S else LOAD_INTERVAL_S
         outbox = Outbox(UPDATES)
         # Not through a future: its waiter would wake up after the deltas that follow the snapshot.
-        self._engine.snapshot(partial(self._post, self._join, outbox, interval_s))
+        self._engine.snapshot(partial(self._post, self._join, outbox))
+        self._report(outbox, interval_s, self._loop.time())
         try:
             await self._write(outbox, context, self._metrics.watchers)
         finally:
@@ -333,12 +334,11 @@ class Service(replica_pb2_grpc.ReplicaServicer):
         for watcher in self._watchers:
             watcher.put(update)
 
-    def _join(self, outbox: Outbox, interval_s: float, runs: Sequence[StoredRun]) -> None:
+    def _join(self, outbox: Outbox, runs: Sequence[StoredRun]) -> None:
         """The engine took a snapshot for a watcher: the deltas from here on follow it."""
         if not outbox.closed:
             self._watchers.add(outbox)
             outbox.put_lazily(to_snapshot(runs, self.description.epoch, self._sequence))
-            self._report(outbox, interval_s, self._loop.time())
 
     def _report(self, outbox: Outbox, interval_s: float, due: float) -> None:
         if not outbox.closed:

@@ -5,10 +5,12 @@ import logging
 import signal
 import sys
 import time
+from collections import Counter
 
 import uvloop
 
 from hotbranch.embedded import ModelError, resolve_model
+from hotbranch.keys import key_check
 from hotbranch.log import event
 from hotbranch.settings import GatewaySettings, RouterSettings
 from router.api.app import App
@@ -39,15 +41,17 @@ class Router:
         self._settings = settings
         models = load_models(settings)
         fingerprints = {name: model.fingerprint for name, model in models.items()}
-        self.index = Index()
+        key_check()
+        self.index = Index(settings.index_blocks, settings.prediction_s)
+        self.recoveries: Counter[str] = Counter()
         self.fleet = Fleet(
             discovery,
             fingerprints,
-            lambda address: View(self.index, address),
+            lambda address: View(self.index, address, self.recoveries),
             settings.drain_s,
         )
-        self.dispatcher = PlacingDispatcher(self.fleet, self.index, settings.prediction_s)
-        self.metrics = Metrics(self.fleet, self.index, self.dispatcher)
+        self.dispatcher = PlacingDispatcher(self.fleet, self.index)
+        self.metrics = Metrics(self.fleet, self.index, self.dispatcher, self.recoveries)
         admin = Admin(self.fleet, self.index)
         self._app = App(
             settings,
@@ -59,6 +63,7 @@ class Router:
             {
                 "/admin/replicas": {"GET": admin.replicas},
                 "/admin/index/": {"GET": admin.index},
+                "/admin/branches": {"GET": admin.branches},
             },
         )
 

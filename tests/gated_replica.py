@@ -11,7 +11,6 @@ from typing import Any
 import grpc
 from ledger_runner import LedgerRunner
 
-from hotbranch.keys import root
 from hotbranch.settings import ReplicaSettings
 from hotbranch.v1.replica_pb2_grpc import ReplicaStub
 from replicas.engine import StoredRun
@@ -24,14 +23,13 @@ MODEL = "ledger"
 VOCABULARY = 1000
 BLOCK = 4
 PATIENCE_S = 20.0
-ROOTS = {root(MODEL), root(MODEL, salt="other")}
 
 
 class GatedRunner(LedgerRunner):
     """Runs a step only while its gate is open: a closed gate is a long step."""
 
-    def __init__(self, blocks: int) -> None:
-        super().__init__(blocks, BLOCK, VOCABULARY)
+    def __init__(self, blocks: int, block_size: int = BLOCK) -> None:
+        super().__init__(blocks, block_size, VOCABULARY)
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
@@ -74,8 +72,8 @@ class Replica:
     def __post_init__(self) -> None:
         self.stub = ReplicaStub(self.channel)
 
-    async def cached(self) -> dict[int, int]:
-        """What the engine holds in truth: key -> parent."""
+    async def cached(self) -> dict[int, int | None]:
+        """What the engine holds in truth: key -> parent, None at a root."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Iterable[StoredRun]] = loop.create_future()
 
@@ -83,7 +81,7 @@ class Replica:
             loop.call_soon_threadsafe(reply.set_result, runs)
 
         self.engine.snapshot(take)
-        view: dict[int, int] = {}
+        view: dict[int, int | None] = {}
         for run in await reply:
             store(view, run.parent, run.keys)
         return view
@@ -117,9 +115,9 @@ def connect(server: ReplicaServer) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(server.address, options=options)
 
 
-def store(view: dict[int, int], parent: int, keys: Iterable[int]) -> None:
+def store(view: dict[int, int | None], parent: int | None, keys: Iterable[int]) -> None:
     for key in keys:
-        assert parent in view or parent in ROOTS
+        assert parent is None or parent in view
         assert key not in view
         view[key] = parent
         parent = key

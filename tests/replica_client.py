@@ -66,7 +66,7 @@ class View:
     """What a router builds from a WatchCache stream; the contract's rules are asserted."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, int] = {}
+        self.blocks: dict[int, int | None] = {}
         self.epoch = -1
         self.sequence = -1
         self.loads = 0
@@ -82,7 +82,7 @@ class View:
                 assert update.epoch != self.epoch
                 self.epoch, self._whole = update.epoch, False
             for run in update.snapshot.runs:
-                store(self.blocks, run.parent, run.keys)
+                store(self.blocks, run.parent if run.HasField("parent") else None, run.keys)
             self.largest_message = max(
                 self.largest_message, sum(len(run.keys) for run in update.snapshot.runs)
             )
@@ -90,15 +90,15 @@ class View:
                 self._whole, self.sequence = True, update.snapshot.sequence
                 self.snapshots += 1
             return
-        assert self._whole
-        assert update.epoch == self.epoch
         if kind == "load":
             self.loads += 1
             return
+        assert self._whole
+        assert update.epoch == self.epoch
         assert update.delta.sequence == self.sequence + 1
         self.sequence += 1
         for run in update.delta.stored:
-            store(self.blocks, run.parent, run.keys)
+            store(self.blocks, run.parent if run.HasField("parent") else None, run.keys)
         for evicted in update.delta.evicted:
             for key in evicted.keys:
                 del self.blocks[key]

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from gated_replica import MODEL, VOCABULARY, GatedRunner, Letters
@@ -15,6 +17,7 @@ from replicas.radix.engine import RadixEngine
 from replicas.radix.scheduler import Limits
 from replicas.server import ReplicaServer
 from router.fleet.fleet import Fleet
+from router.fleet.holder import Holder
 from router.fleet.link import Link, State
 from router.generation import Prompt, Refused, Unavailable
 from router.index.index import Index
@@ -43,13 +46,15 @@ async def start_replica(
     kv_tokens: int = 2048,
     name: str = "",
     model: str = MODEL,
+    block_size: int = BLOCK,
+    vocabulary: int = VOCABULARY,
 ) -> Replica:
     settings = ReplicaSettings(
-        block_size=BLOCK, kv_tokens=kv_tokens, grpc_port=port, replica_id=name
+        block_size=block_size, kv_tokens=kv_tokens, grpc_port=port, replica_id=name
     )
-    runner = GatedRunner(kv_tokens // BLOCK)
+    runner = GatedRunner(kv_tokens // block_size, block_size)
     limits = Limits.of(settings, max_context=1024)
-    engine = RadixEngine(limits, runner, frozenset(), lambda request: Letters(1), VOCABULARY)
+    engine = RadixEngine(limits, runner, frozenset(), lambda request: Letters(1), vocabulary)
     server = ReplicaServer(engine, settings, model, fingerprint)
     await server.start()
     return Replica(server, engine, runner)
@@ -87,6 +92,7 @@ class Setup:
     fleet: Fleet
     index: Index
     dispatcher: PlacingDispatcher
+    recoveries: Counter[str]
 
     def link(self, replica: Replica) -> Link:
         return next(link for link in self.fleet.links if link.address == replica.address)
@@ -105,23 +111,34 @@ class Setup:
         """Wait until the index equals both replicas."""
         for replica in self.replicas:
             await eventually(
-                lambda r=replica: self.index.held(r.address) == held(r)  # type: ignore[misc]
+                lambda r=replica: self.index.held(Holder(r.address)) == held(r)  # type: ignore[misc]
             )
 
 
 @asynccontextmanager
-async def setup(replicas: int = 2, **options: int) -> AsyncIterator[Setup]:
-    started = [await start_replica(**options) for _ in range(replicas)]
-    discovery = ListedDiscovery(*(replica.address for replica in started))
-    index = Index()
-    fleet = Fleet(discovery, {MODEL: "ours"}, lambda a: View(index, a), drain_s=5)
+async def router(replicas: list[Replica], index: Index | None = None) -> AsyncIterator[Setup]:
+    """A router over replicas that are somebody else's, once it has reached them."""
+    index, recoveries = Index() if index is None else index, Counter[str]()
+    discovery = ListedDiscovery(*(replica.address for replica in replicas))
+    fleet = Fleet(discovery, {MODEL: "ours"}, lambda a: View(index, a, recoveries), drain_s=5)
     await fleet.start()
-    await eventually(lambda: len(fleet.ready(MODEL)) == replicas)
-    dispatcher = PlacingDispatcher(fleet, index, prediction_s=30)
     try:
-        yield Setup(started, discovery, fleet, index, dispatcher)
+        await eventually(lambda: len(fleet.ready(MODEL)) == len(replicas))
+        dispatcher = PlacingDispatcher(fleet, index)
+        yield Setup(replicas, discovery, fleet, index, dispatcher, recoveries)
     finally:
         await fleet.stop()
+
+
+@asynccontextmanager
+async def setup(
+    replicas: int = 2, index: Index | None = None, **options: Any
+) -> AsyncIterator[Setup]:
+    started = [await start_replica(**options) for _ in range(replicas)]
+    try:
+        async with router(started, index) as fleet:
+            yield fleet
+    finally:
         for replica in started:
             await stop_replica(replica)
 
@@ -143,13 +160,13 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 async def finishes(route: LiveRoute) -> list[int]:
-    ends = []
+    ends: list[int] = []
     async for step in route.deltas():
         ends += [delta.finish for _, delta in step if delta.finish]
     return ends
 
 
-def prompt(seed: int, tokens: int = 40, tail: int = 0, **fields: str) -> Prompt:
+def prompt(seed: int, tokens: int = 40, tail: int = 0, **fields: Any) -> Prompt:
     """`tokens` shared by all of a seed, then four of its own for each `tail`."""
     ids = [(seed * 31 + i) % VOCABULARY for i in range(tokens)] + [tail] * 4
     encoded = b"".join(token.to_bytes(4, "little") for token in ids)
@@ -323,13 +340,16 @@ async def test_a_replica_that_discovery_drops_finishes_what_it_has() -> None:
         fleet.discovery.set(*(r.address for r in fleet.replicas if r is not leaving))
         await eventually(lambda: len(fleet.fleet.links) == 1)
         assert await finishes(route) == [FINISH_REASON_LENGTH]
-        await eventually(lambda: not fleet.index.held(leaving.address))
+        await eventually(lambda: not fleet.index.held(Holder(leaving.address)))
 
 
 async def test_a_replica_with_another_tokenizer_is_refused_with_its_reason() -> None:
     stranger = await start_replica(fingerprint="theirs")
     fleet = Fleet(
-        ListedDiscovery(stranger.address), {MODEL: "ours"}, lambda a: View(Index(), a), drain_s=1
+        ListedDiscovery(stranger.address),
+        {MODEL: "ours"},
+        lambda a: View(Index(), a, Counter()),
+        drain_s=1,
     )
     await fleet.start()
     try:
@@ -347,13 +367,13 @@ async def test_a_request_goes_only_to_replicas_that_serve_its_model() -> None:
     fleet = Fleet(
         ListedDiscovery(*(replica.address for replica in replicas)),
         {MODEL: "ours", "other": "ours"},
-        lambda a: View(index, a),
+        lambda a: View(index, a, Counter()),
         drain_s=1,
     )
     await fleet.start()
     try:
         await eventually(lambda: bool(fleet.ready(MODEL) and fleet.ready("other")))
-        dispatcher = PlacingDispatcher(fleet, index, prediction_s=30)
+        dispatcher = PlacingDispatcher(fleet, index)
         for _ in range(3):
             for replica, model in zip(replicas, (MODEL, "other"), strict=True):
                 route = await dispatcher.open(prompt(1, model=model), [Sampling(max_tokens=1)])

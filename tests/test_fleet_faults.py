@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,8 +22,11 @@ from test_replica_main import ROOT, process
 from hotbranch.v1.cache_pb2 import CacheUpdate
 from hotbranch.v1.serve_pb2 import FINISH_REASON_LENGTH, Sampling
 from router.fleet import link as link_module
+from router.fleet import watch as watch_module
 from router.fleet.fleet import Fleet
-from router.fleet.link import Disconnected, State
+from router.fleet.holder import Holder
+from router.fleet.link import State
+from router.fleet.watch import Disconnected
 from router.generation import Refused, Unavailable
 from router.index.index import Index
 from router.index.view import View
@@ -33,15 +37,15 @@ class FailingView(View):
     """A view that runs `fail` in place of its first update."""
 
     def __init__(self, fail: Callable[[], None]) -> None:
-        super().__init__(Index(), "any")
+        super().__init__(Index(), "any", Counter())
         self.fail = fail
         self.failed = False
 
-    def apply(self, update: CacheUpdate) -> None:
+    def apply(self, update: CacheUpdate, now: float) -> None:
         if not self.failed:
             self.failed = True
             self.fail()
-        super().apply(update)
+        super().apply(update, now)
 
 
 async def test_a_link_outlives_an_error_that_nobody_foresaw() -> None:
@@ -56,8 +60,8 @@ async def test_a_link_outlives_an_error_that_nobody_foresaw() -> None:
     try:
         await eventually(lambda: view.current)
         await eventually(lambda: fleet.links[0].state is State.READY)
-        dispatcher = PlacingDispatcher(fleet, index, prediction_s=30)
-        index.add(replica.address)
+        dispatcher = PlacingDispatcher(fleet, index)
+        index.add(Holder(replica.address))
         route = await dispatcher.open(prompt(1), [Sampling(max_tokens=2)])
         assert await finishes(route) == [FINISH_REASON_LENGTH]
     finally:
@@ -145,7 +149,10 @@ async def test_only_a_prompt_that_is_placed_again_counts_as_a_retry() -> None:
 async def test_a_refused_replica_that_goes_is_no_longer_refused() -> None:
     stranger = await start_replica(fingerprint="theirs")
     fleet = Fleet(
-        ListedDiscovery(stranger.address), {MODEL: "ours"}, lambda a: View(Index(), a), drain_s=1
+        ListedDiscovery(stranger.address),
+        {MODEL: "ours"},
+        lambda a: View(Index(), a, Counter()),
+        drain_s=1,
     )
     await fleet.start()
     try:
@@ -160,15 +167,17 @@ async def test_a_refused_replica_that_goes_is_no_longer_refused() -> None:
 async def test_a_stopped_process_is_lost_though_its_connection_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "SILENCE_S", 0.5)
+    monkeypatch.setattr(watch_module, "SILENCE_S", 0.5)
     with process(tmp_path / "log", str(ROOT / "tests" / "hung_replica.py")) as here:
         address, _ = here.addresses()
-        fleet = Fleet(ListedDiscovery(address), {MODEL: ""}, lambda a: View(Index(), a), drain_s=1)
+        fleet = Fleet(
+            ListedDiscovery(address), {MODEL: ""}, lambda a: View(Index(), a, Counter()), drain_s=1
+        )
         await fleet.start()
         try:
             await eventually(lambda: len(fleet.ready(MODEL)) == 1)
             await asyncio.sleep(1)
-            assert fleet.links[0].watcher.resyncs.total() == 0
+            assert fleet.links[0].watcher.recoveries.total() == 0
             assert fleet.ready(MODEL), "reports keep it alive"
             here.popen.send_signal(signal.SIGSTOP)
             await eventually(lambda: fleet.links[0].state is State.CONNECTING)

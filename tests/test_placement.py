@@ -5,39 +5,42 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.fleet.holder import Holder
 from router.fleet.outstanding import Outstanding
 from router.schedule.placement import Candidate, cost, place
 
 
-def candidate(replica: str, matched: int = 0, outstanding: int = 0, running: int = 0) -> Candidate:
-    return Candidate(replica, matched, outstanding, 1e-3, 0.02, running)
+def candidate(
+    replica: str, matched: int = 0, outstanding: int = 0, running: int = 0, rank: int = 0
+) -> Candidate:
+    return Candidate(Holder(replica, rank), matched, outstanding, 1e-3, 0.02, running)
 
 
 def test_the_match_wins_when_loads_are_equal() -> None:
-    assert place(1000, 1, [candidate("a"), candidate("b", 800)]).candidate.replica == "b"
+    assert place(1000, 1, [candidate("a"), candidate("b", 800)]).candidate.holder.replica == "b"
 
 
 def test_a_match_is_worth_waiting_for_up_to_half_of_what_it_saves() -> None:
     near = place(1000, 1, [candidate("a"), candidate("b", 800, outstanding=1100)])
-    assert (near.candidate.replica, near.reason) == ("b", "match")
+    assert (near.candidate.holder.replica, near.reason) == ("b", "match")
     far = place(1000, 1, [candidate("a"), candidate("b", 800, outstanding=1300)])
-    assert (far.candidate.replica, far.reason) == ("a", "cost")
+    assert (far.candidate.holder.replica, far.reason) == ("a", "cost")
 
 
 def test_a_prefix_that_all_hold_carries_no_affinity() -> None:
     everywhere = [candidate("a", 500, outstanding=4000), candidate("b", 500)]
-    assert place(1000, 1, everywhere).candidate.replica == "b"
+    assert place(1000, 1, everywhere).candidate.holder.replica == "b"
 
 
 def test_noise_in_what_replicas_measure_does_not_empty_one_of_them() -> None:
-    fleet = [Candidate("a", 0, 0, 1.0e-3, 0, 0), Candidate("b", 0, 0, 1.2e-3, 0, 0)]
-    homes = Counter(place(1000, family, fleet).candidate.replica for family in range(400))
+    fleet = [Candidate(Holder("a"), 0, 0, 1.0e-3, 0, 0), Candidate(Holder("b"), 0, 0, 1.2e-3, 0, 0)]
+    homes = Counter(place(1000, family, fleet).candidate.holder.replica for family in range(400))
     assert min(homes["a"], homes["b"]) > 120
 
 
 def test_a_slow_home_gives_way_to_the_second_candidate() -> None:
     fleet = [candidate("a", outstanding=1000), candidate("b")]
-    assert all(place(1000, family, fleet).candidate.replica == "b" for family in range(50))
+    assert all(place(1000, family, fleet).candidate.holder.replica == "b" for family in range(50))
 
 
 def test_one_hot_replica_does_not_switch_affinity_off_for_others() -> None:
@@ -46,20 +49,28 @@ def test_one_hot_replica_does_not_switch_affinity_off_for_others() -> None:
         candidate("b", 800),
         candidate("c"),
     ]
-    assert place(1000, 1, fleet).candidate.replica == "b"
+    assert place(1000, 1, fleet).candidate.holder.replica == "b"
 
 
 def test_families_spread_and_each_stays() -> None:
     fleet = [candidate(name) for name in "abcdefgh"]
-    homes = [place(1000, family, fleet).candidate.replica for family in range(800)]
-    assert homes == [place(1000, family, fleet).candidate.replica for family in range(800)]
+    homes = [place(1000, family, fleet).candidate.holder.replica for family in range(800)]
+    assert homes == [place(1000, family, fleet).candidate.holder.replica for family in range(800)]
     assert min(Counter(homes).values()) > 60 and len(Counter(homes)) == 8
+
+
+def test_ranks_of_one_replica_are_candidates_of_their_own() -> None:
+    ranks = [candidate("a", rank=0), candidate("a", 800, rank=1)]
+    assert place(1000, 1, ranks).candidate.holder == Holder("a", 1)
+    ranks = [candidate("a", rank=rank) for rank in range(4)]
+    homes = Counter(place(1000, family, ranks).candidate.holder.rank for family in range(400))
+    assert min(homes[rank] for rank in range(4)) > 60
 
 
 candidates = st.lists(
     st.builds(
         Candidate,
-        st.uuids().map(str),
+        st.builds(Holder, st.uuids().map(str), st.integers(0, 3)),
         st.integers(0, 1000),
         st.integers(0, 50_000),
         st.floats(1e-6, 1e-2),

@@ -135,8 +135,9 @@ async def test_reflection_lists_the_service() -> None:
 async def test_a_port_in_use_is_named(which: str) -> None:
     async with replica() as here:
         taken = here.server.address if which == "grpc_port" else here.server.metrics_address
+        options: Any = {which: int(taken.rpartition(":")[2])}
         with pytest.raises(OSError, match=taken):
-            async with replica(**{which: int(taken.rpartition(":")[2])}):
+            async with replica(**options):
                 pass
 
 

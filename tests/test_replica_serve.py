@@ -75,6 +75,7 @@ WRONG: tuple[tuple[Callable[[Submit], object], str], ...] = (
     (lambda s: setattr(s, "token_ids", bytes(4 * 4096)), "context"),
     (lambda s: setattr(s, "model", "other"), "'other' is not served"),
     (lambda s: setattr(s, "adapter", "lora"), "adapter 'lora'"),
+    (lambda s: setattr(s, "rank", 1), "no rank 1"),
     (lambda s: setattr(s, "deadline_s", math.nan), "deadline_s"),
     (lambda s: setattr(s.sampling, "max_tokens", 0), "max_tokens"),
     (lambda s: setattr(s.sampling, "temperature", -1), "temperature"),

@@ -1,8 +1,9 @@
 """The router's metrics: what they count, and that they end with what they are about."""
 
+from gated_replica import MODEL
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from test_fleet import MODEL, Setup, eventually, prompt, setup
+from test_fleet import Setup, eventually, prompt, setup
 
 from router.observe.metrics import Metrics
 
@@ -18,7 +19,7 @@ def samples(metrics: Metrics) -> dict[tuple[str, ...], float]:
 
 
 def metrics_of(fleet: Setup) -> Metrics:
-    return Metrics(fleet.fleet, fleet.index, fleet.dispatcher)
+    return Metrics(fleet.fleet, fleet.index, fleet.dispatcher, fleet.recoveries)
 
 
 async def test_one_gap_lies_between_two_steps() -> None:

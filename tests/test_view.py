@@ -1,22 +1,37 @@
-"""A replica's cache stream: gaps, regressions, new epochs, snapshots."""
+"""A replica's cache stream: gaps, regressions, new epochs, snapshots, ranks, tiers, groups."""
+
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotbranch.v1.cache_pb2 import (
+    GROUP_ATTENTION,
+    GROUP_STATE,
+    GROUP_WINDOW,
     TIER_CPU,
     CacheDelta,
     CacheUpdate,
     Evicted,
+    Load,
     Run,
     Snapshot,
 )
+from hotbranch.v1.replica_pb2 import Description
+from router.fleet.holder import Holder
 from router.fleet.watcher import ViewLost
 from router.index.index import Index
-from router.index.view import View
+from router.index.view import RECOVERIES, View
+
+R = Holder("r")
+DESCRIPTION = Description(block_size=16, capacity_blocks=100, ranks=1)
 
 
 def snapshot(epoch: int, sequence: int, *keys: int, last: bool = True) -> CacheUpdate:
-    runs = [Run(parent=0, keys=[key]) for key in keys]
+    runs = [Run(keys=[key]) for key in keys]
     return CacheUpdate(epoch=epoch, snapshot=Snapshot(runs=runs, last=last, sequence=sequence))
 
 
@@ -25,10 +40,11 @@ def delta(
     sequence: int,
     stored: tuple[int, ...] = (),
     evicted: tuple[int, ...] = (),
+    cleared: bool = False,
 ) -> CacheUpdate:
-    change = CacheDelta(
-        sequence=sequence, stored=[Run(keys=stored)], evicted=[Evicted(keys=evicted)]
-    )
+    runs = [Run(keys=[key]) for key in stored]
+    gone = [Evicted(keys=evicted)]
+    change = CacheDelta(sequence=sequence, stored=runs, evicted=gone, cleared=cleared)
     return CacheUpdate(epoch=epoch, delta=change)
 
 
@@ -39,85 +55,311 @@ def index() -> Index:
 
 @pytest.fixture
 def view(index: Index) -> View:
-    return View(index, "r")
+    view = View(index, "r", Counter())
+    view.connected(DESCRIPTION, comparable=True)
+    view.restart()
+    return view
+
+
+def apply(view: View, *updates: CacheUpdate) -> None:
+    for update in updates:
+        view.apply(update, 0.0)
 
 
 def test_snapshot_then_deltas(index: Index, view: View) -> None:
-    view.apply(snapshot(1, 7, 10, 11, last=False))
+    apply(view, snapshot(1, 7, 10, 11, last=False))
     assert not view.current
-    view.apply(snapshot(1, 7, 12))
-    view.apply(delta(1, 8, stored=(13,), evicted=(11,)))
+    apply(view, snapshot(1, 7, 12), delta(1, 8, stored=(13,), evicted=(11,)))
     assert view.current
-    assert index.held("r") == {10, 12, 13}
+    assert index.held(R) == {10, 12, 13}
+    apply(view, delta(1, 9, stored=(14,), cleared=True))
+    assert index.held(R) == {14}
 
 
-@pytest.mark.parametrize("sequence", [7, 3, 9, 0])
+@pytest.mark.parametrize(
+    ("sequence", "reason"), [(7, "regression"), (3, "regression"), (0, "regression"), (9, "gap")]
+)
 def test_anything_but_the_next_sequence_loses_the_view(
-    index: Index, view: View, sequence: int
+    index: Index, view: View, sequence: int, reason: str
 ) -> None:
-    view.apply(snapshot(1, 7, 10))
-    with pytest.raises(ViewLost, match="gap"):
-        view.apply(delta(1, sequence, stored=(11,)))
+    apply(view, snapshot(1, 7, 10))
+    with pytest.raises(ViewLost, match=reason):
+        apply(view, delta(1, sequence, stored=(11,)))
     assert not view.current
-    assert index.held("r") == {10}
+    assert index.held(R) == {10}
 
 
 def test_a_lost_view_takes_no_deltas_until_a_snapshot(index: Index, view: View) -> None:
-    view.apply(snapshot(1, 7, 10))
+    apply(view, snapshot(1, 7, 10))
     with pytest.raises(ViewLost):
-        view.apply(delta(1, 9, stored=(11,)))
-    with pytest.raises(ViewLost, match="no_snapshot"):
-        view.apply(delta(1, 10, stored=(12,)))
+        apply(view, delta(1, 9, stored=(11,)))
+    with pytest.raises(ViewLost, match="overtaken"):
+        apply(view, delta(1, 10, stored=(12,)))
     view.restart()
-    view.apply(snapshot(1, 10, 12))
-    assert index.held("r") == {12}
+    apply(view, snapshot(1, 10, 12))
+    assert index.held(R) == {12}
 
 
 def test_a_new_epoch_purges_at_once(index: Index, view: View) -> None:
-    view.apply(snapshot(1, 7, 10, 11))
-    with pytest.raises(ViewLost, match="no_snapshot"):
-        view.apply(delta(2, 8, stored=(12,)))
-    assert index.held("r") == frozenset()
-    view.apply(snapshot(2, 0, 20))
-    assert index.held("r") == {20}
+    apply(view, snapshot(1, 7, 10, 11))
+    index.predict(R, [30], 0.0)
+    with pytest.raises(ViewLost, match="overtaken"):
+        apply(view, delta(2, 8, stored=(12,)))
+    assert index.held(R) == frozenset()
+    assert index.match([30]).depth(R) == 0
+    apply(view, snapshot(2, 0, 20))
+    assert index.held(R) == {20}
+
+
+def test_a_load_report_under_a_new_epoch_purges_too(index: Index, view: View) -> None:
+    apply(view, snapshot(1, 7, 10), CacheUpdate(epoch=2, load=Load(running=1)))
+    assert index.held(R) == frozenset()
+    assert view.recoveries == {"epoch": 1}
 
 
 def test_a_second_snapshot_replaces_the_first(index: Index, view: View) -> None:
-    view.apply(snapshot(1, 7, 10, 11))
-    view.apply(snapshot(1, 9, 11, 12))
-    assert index.held("r") == {11, 12}
+    apply(view, snapshot(1, 7, 10, 11), snapshot(1, 9, 11, 12))
+    assert index.held(R) == {11, 12}
+
+
+def test_a_delta_before_the_end_of_a_second_snapshot_loses_the_view(
+    index: Index, view: View
+) -> None:
+    apply(view, snapshot(1, 7, 10, 11), snapshot(1, 9, 12, last=False))
+    with pytest.raises(ViewLost, match="overtaken"):
+        apply(view, delta(1, 8, stored=(13,)))
+    assert index.held(R) == {10, 11}
 
 
 def test_a_reconnect_in_the_middle_of_a_snapshot_forgets_its_half(index: Index, view: View) -> None:
-    view.apply(snapshot(1, 7, 10, last=False))
+    apply(view, snapshot(1, 7, 10, last=False))
     view.restart()
-    view.apply(snapshot(1, 8, 11))
-    assert index.held("r") == {11}
+    apply(view, snapshot(1, 8, 11))
+    assert index.held(R) == {11}
 
 
 def test_other_tiers_do_not_count_as_resident(index: Index, view: View) -> None:
     run = Run(keys=[10], tier=TIER_CPU)
-    view.apply(CacheUpdate(epoch=1, snapshot=Snapshot(runs=[run], last=True)))
-    assert index.held("r") == frozenset()
+    apply(view, CacheUpdate(epoch=1, snapshot=Snapshot(runs=[run], last=True)))
+    assert index.held(R) == frozenset()
+
+
+def test_field_report_22_groups_that_are_not_attention_do_not_poison_the_chain(
+    index: Index, view: View
+) -> None:
+    """A hybrid model's engine keeps state under the same keys, at other depths, and drops it."""
+    chain = [10, 11, 12, 13]
+    attention = Run(keys=chain, group=GROUP_ATTENTION)
+    windows = Run(parent=11, keys=chain[2:], group=GROUP_WINDOW)
+    state = Run(parent=12, keys=chain[3:], group=GROUP_STATE)
+    for runs in ([windows, state, attention], [attention, state, windows]):
+        apply(view, CacheUpdate(epoch=1, snapshot=Snapshot(runs=runs, last=True, sequence=4)))
+        assert index.match(chain).depth(R) == 4
+        gone = [Evicted(keys=chain[:3], group=group) for group in (GROUP_WINDOW, GROUP_STATE)]
+        change = CacheDelta(sequence=5, stored=[windows, state], evicted=gone)
+        apply(view, CacheUpdate(epoch=1, delta=change))
+        assert index.match(chain).depth(R) == 4
+        change = CacheDelta(sequence=6, evicted=[Evicted(keys=[13], group=GROUP_ATTENTION)])
+        apply(view, CacheUpdate(epoch=1, delta=change))
+        assert index.match(chain).depth(R) == 3  # and state was not counted as a copy
 
 
 def test_a_closed_view_leaves_nothing(index: Index, view: View) -> None:
-    view.apply(snapshot(1, 7, 10))
+    apply(view, snapshot(1, 7, 10))
     view.close()
     assert index.blocks == 0
+    assert view.recoveries == {"gone": 1}
 
 
 def test_the_first_snapshot_leaves_what_was_predicted(index: Index, view: View) -> None:
-    index.predict("r", 0, [7, 8], 10.0)
-    view.apply(snapshot(1, 5, 1, 2))
-    assert index.match([7, 8]).depth("r") == 2
+    index.predict(R, [7, 8], 10.0)
+    apply(view, snapshot(1, 5, 1, 2))
+    assert index.match([7, 8]).depth(R) == 2
+    assert index.held(R) == {1, 2}
 
 
 def test_a_replica_out_of_reach_holds_nothing_and_may_come_back(index: Index, view: View) -> None:
-    view.apply(snapshot(1, 5, 1, 2))
-    index.predict("r", 0, [7], 10.0)
+    apply(view, snapshot(1, 5, 1, 2))
+    index.predict(R, [7], 10.0)
     view.forget()
     assert (index.blocks, index.predicted_blocks, view.current) == (0, 0, False)
+    view.connected(DESCRIPTION, comparable=True)
     view.restart()
-    view.apply(snapshot(1, 5, 1, 2))
-    assert index.held("r") == {1, 2}
+    apply(view, snapshot(1, 5, 1, 2))
+    assert index.held(R) == {1, 2}
+    assert view.recoveries == {"reconnect": 1}
+
+
+def test_until_it_reports_its_history_stands_for_it(index: Index, view: View) -> None:
+    small = Description(block_size=16, capacity_blocks=2, ranks=1)
+    view.connected(small, comparable=True)
+    for key in (1, 2, 3):
+        index.predict(R, [key], 0.0)
+    assert index.held(R) == {2, 3}
+
+
+def test_keys_that_cannot_be_compared_say_nothing(index: Index, view: View) -> None:
+    view.connected(DESCRIPTION, comparable=False)
+    view.restart()
+    index.predict(R, [1], 0.0)
+    apply(view, snapshot(1, 5, 2), delta(1, 9, stored=(3,)))
+    assert index.held(R) == {1}
+    apply(view, snapshot(2, 5, 2))
+    assert index.held(R) == frozenset()
+
+
+def test_ranks_come_and_go_with_the_description(index: Index, view: View) -> None:
+    second = Holder("r", 1)
+    view.connected(Description(block_size=16, ranks=2), comparable=True)
+    view.restart()
+    runs = [Run(keys=[10], rank=1), Run(keys=[11], rank=0)]
+    apply(view, CacheUpdate(epoch=1, snapshot=Snapshot(runs=runs, last=True)))
+    assert index.held(R) == {11}
+    assert index.held(second) == {10}
+    gone = [Evicted(keys=[10, 11], rank=1)]
+    apply(view, CacheUpdate(epoch=1, delta=CacheDelta(sequence=1, evicted=gone)))
+    assert index.held(R) == {11}
+    assert index.held(second) == frozenset()
+    change = CacheDelta(sequence=2, stored=[Run(keys=[12], rank=2)])
+    with pytest.raises(ViewLost, match="rank"):
+        apply(view, CacheUpdate(epoch=1, delta=change))
+    view.connected(DESCRIPTION, comparable=True)
+    with pytest.raises(KeyError):
+        index.predict(second, [1], 0.0)
+
+
+CHAINS = {10: None, 11: 10, 12: 11, 13: 11, 14: None}
+"""Each key with the one before it."""
+runs_of_keys = st.lists(st.sampled_from(sorted(CHAINS)), max_size=5)
+ranks = st.sampled_from((0, 1))
+Change = tuple[int, list[int], list[int]]
+"""Of a rank: stored, and evicted."""
+changes = st.lists(st.tuples(ranks, runs_of_keys, runs_of_keys), max_size=3)
+
+
+def runs(rank: int, keys: Sequence[int]) -> list[Run]:
+    return [Run(parent=CHAINS[key], keys=[key], rank=rank) for key in keys]
+
+
+class ViewMachine(RuleBasedStateMachine):
+    """A replica and its stream. `held` is what the router should take it to hold."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.index = Index()
+        self.totals: Counter[str] = Counter()
+        self.view = View(self.index, "r", self.totals)
+        self.counted: Counter[str] = Counter()
+        self.holders = [Holder("r", 0), Holder("r", 1)]
+        self.truth: list[Counter[int]] = [Counter(), Counter()]
+        self.held: list[Counter[int]] = [Counter(), Counter()]
+        self.epoch = 1
+        self.sequence = 0
+        self.heard: int | None = None  # the last epoch
+        self.follows = False
+        self.view.connected(Description(block_size=16, ranks=2), comparable=True)
+        self.view.restart()
+
+    @rule(change=changes, cleared=st.sampled_from((False, False, False, True)))
+    def change(self, change: list[Change], cleared: bool) -> None:
+        """Told in order: cleared, stored, evicted."""
+        update = self._change(change, cleared)
+        if not self.follows:
+            self._loses(update, "overtaken")
+            return
+        self.view.apply(update, 0.0)
+        self.held = [Counter(bag) for bag in self.truth]
+
+    @rule(change=changes, slip=st.sampled_from((-2, -1, 1, 2)))
+    def slip(self, change: list[Change], slip: int) -> None:
+        """A delta comes at another place than its own; it is lost, and so is the view."""
+        update = self._change(change, cleared=False)
+        update.delta.sequence = max(0, self.sequence + slip)
+        reason = "gap" if slip > 0 else "regression"
+        self._loses(update, reason if self.follows else "overtaken")
+
+    @rule(cut=st.booleans(), late=changes)
+    def snapshot(self, cut: bool, late: list[Change]) -> None:
+        """In a message for each rank; the stream may be cut between, and the cache go on."""
+        parts = [runs(rank, list(bag.elements())) for rank, bag in enumerate(self.truth)]
+        self._hears()
+        for rank, part in enumerate(parts):
+            last = rank == 1
+            message = Snapshot(runs=part, last=last, sequence=self.sequence)
+            self.view.apply(CacheUpdate(epoch=self.epoch, snapshot=message), 0.0)
+            self.follows = last
+            if cut:
+                self.view.restart()
+                self._change(late, cleared=False)
+                return
+        self.held = [Counter(bag) for bag in self.truth]
+
+    @rule(kept=runs_of_keys)
+    def new_epoch(self, kept: list[int]) -> None:
+        """The replica starts anew; the router knows when it hears of it."""
+        self.epoch += 1
+        self.sequence = 0
+        self.truth = [Counter(kept), Counter()]
+        self.follows = False
+
+    @rule()
+    def load(self) -> None:
+        self._hears()
+        self.view.apply(CacheUpdate(epoch=self.epoch, load=Load(running=1)), 0.0)
+
+    @rule()
+    def reconnect(self) -> None:
+        self.view.forget()
+        self.view.connected(Description(block_size=16, ranks=2), comparable=True)
+        self.view.restart()
+        self.counted["reconnect"] += 1
+        self.follows = False
+        self.held = [Counter(), Counter()]
+
+    def _change(self, change: list[Change], cleared: bool) -> CacheUpdate:
+        message = CacheDelta(cleared=cleared)
+        self.sequence += 1
+        message.sequence = self.sequence
+        if cleared:
+            self.truth = [Counter(), Counter()]
+        for rank, stored, _ in change:
+            message.stored.extend(runs(rank, stored))
+            self.truth[rank].update(stored)
+        for rank, _, evicted in change:
+            message.evicted.append(Evicted(keys=evicted, rank=rank))
+            self.truth[rank] -= Counter(evicted)
+        return CacheUpdate(epoch=self.epoch, delta=message)
+
+    def _hears(self) -> None:
+        """Something of the epoch is heard; of a new one, that the old one's blocks are gone."""
+        if self.heard not in (None, self.epoch):
+            self.counted["epoch"] += 1
+            self.held = [Counter(), Counter()]
+        self.heard = self.epoch
+
+    def _loses(self, update: CacheUpdate, reason: str) -> None:
+        self._hears()
+        with pytest.raises(ViewLost, match=reason):
+            self.view.apply(update, 0.0)
+        self.view.lost(reason)
+        self.view.restart()
+        self.counted[reason] += 1
+        self.follows = False
+
+    @invariant()
+    def holds_what_was_told(self) -> None:
+        for holder, bag in zip(self.holders, self.held, strict=True):
+            assert self.index.held(holder) == set(bag)
+            for tip in CHAINS:
+                chain = [tip]
+                while (above := CHAINS[chain[0]]) is not None:
+                    chain.insert(0, above)
+                depth = next((i for i, key in enumerate(chain) if key not in bag), len(chain))
+                assert self.index.match(chain).depth(holder) == depth
+        assert self.view.current == self.follows or self.heard != self.epoch
+        assert self.view.recoveries == self.totals == self.counted
+        assert set(self.counted) <= set(RECOVERIES)
+
+
+ViewMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
+TestView = ViewMachine.TestCase

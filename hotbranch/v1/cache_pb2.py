@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hotbranch/v1/cache.proto\x12\x0chotbranch.v1\"\'\n\x0cWatchRequest\x12\x17\n\x0fload_interval_s\x18\x01 \x01(\x01\"\xa1\x01\n\x0b\x43\x61\x63heUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12*\n\x08snapshot\x18\x02 \x01(\x0b\x32\x16.hotbranch.v1.SnapshotH\x00\x12)\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x18.hotbranch.v1.CacheDeltaH\x00\x12\"\n\x04load\x18\x04 \x01(\x0b\x32\x12.hotbranch.v1.LoadH\x00\x42\x08\n\x06update\"W\n\x03Run\x12\x0e\n\x06parent\x18\x01 \x01(\x06\x12\x10\n\x04keys\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12 \n\x04tier\x18\x04 \x01(\x0e\x32\x12.hotbranch.v1.Tier\"K\n\x07\x45victed\x12\x10\n\x04keys\x18\x01 \x03(\x06\x42\x02\x10\x01\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12 \n\x04tier\x18\x03 \x01(\x0e\x32\x12.hotbranch.v1.Tier\"K\n\x08Snapshot\x12\x1f\n\x04runs\x18\x01 \x03(\x0b\x32\x11.hotbranch.v1.Run\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"z\n\nCacheDelta\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12!\n\x06stored\x18\x03 \x03(\x0b\x32\x11.hotbranch.v1.Run\x12&\n\x07\x65victed\x18\x04 \x03(\x0b\x32\x15.hotbranch.v1.Evicted\"\xe9\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bused_blocks\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x1b\n\x13prefill_s_per_token\x18\x08 \x01(\x01\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x1c\n\x14\x62\x61tch_context_tokens\x18\n \x01(\x04*1\n\x04Tier\x12\x0c\n\x08TIER_GPU\x10\x00\x12\x0c\n\x08TIER_CPU\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hotbranch/v1/cache.proto\x12\x0chotbranch.v1\"\'\n\x0cWatchRequest\x12\x17\n\x0fload_interval_s\x18\x01 \x01(\x01\"\xa1\x01\n\x0b\x43\x61\x63heUpdate\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12*\n\x08snapshot\x18\x02 \x01(\x0b\x32\x16.hotbranch.v1.SnapshotH\x00\x12)\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x18.hotbranch.v1.CacheDeltaH\x00\x12\"\n\x04load\x18\x04 \x01(\x0b\x32\x12.hotbranch.v1.LoadH\x00\x42\x08\n\x06update\"\x8b\x01\n\x03Run\x12\x13\n\x06parent\x18\x01 \x01(\x06H\x00\x88\x01\x01\x12\x10\n\x04keys\x18\x02 \x03(\x06\x42\x02\x10\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12 \n\x04tier\x18\x04 \x01(\x0e\x32\x12.hotbranch.v1.Tier\x12\"\n\x05group\x18\x05 \x01(\x0e\x32\x13.hotbranch.v1.GroupB\t\n\x07_parent\"o\n\x07\x45victed\x12\x10\n\x04keys\x18\x01 \x03(\x06\x42\x02\x10\x01\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12 \n\x04tier\x18\x03 \x01(\x0e\x32\x12.hotbranch.v1.Tier\x12\"\n\x05group\x18\x04 \x01(\x0e\x32\x13.hotbranch.v1.Group\"K\n\x08Snapshot\x12\x1f\n\x04runs\x18\x01 \x03(\x0b\x32\x11.hotbranch.v1.Run\x12\x0c\n\x04last\x18\x02 \x01(\x08\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"z\n\nCacheDelta\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07\x63leared\x18\x02 \x01(\x08\x12!\n\x06stored\x18\x03 \x03(\x0b\x32\x11.hotbranch.v1.Run\x12&\n\x07\x65victed\x18\x04 \x03(\x0b\x32\x15.hotbranch.v1.Evicted\"\xe9\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bused_blocks\x18\x04 \x01(\r\x12\x15\n\rcached_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\x0e\n\x06step_s\x18\x07 \x01(\x01\x12\x1b\n\x13prefill_s_per_token\x18\x08 \x01(\x01\x12\x16\n\x0e\x65victed_blocks\x18\t \x01(\x04\x12\x1c\n\x14\x62\x61tch_context_tokens\x18\n \x01(\x04*1\n\x04Tier\x12\x0c\n\x08TIER_GPU\x10\x00\x12\x0c\n\x08TIER_CPU\x10\x01\x12\r\n\tTIER_DISK\x10\x02*?\n\x05Group\x12\x13\n\x0fGROUP_ATTENTION\x10\x00\x12\x10\n\x0cGROUP_WINDOW\x10\x01\x12\x0f\n\x0bGROUP_STATE\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,20 +35,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUN'].fields_by_name['keys']._serialized_options = b'\020\001'
   _globals['_EVICTED'].fields_by_name['keys']._loaded_options = None
   _globals['_EVICTED'].fields_by_name['keys']._serialized_options = b'\020\001'
-  _globals['_TIER']._serialized_start=850
-  _globals['_TIER']._serialized_end=899
+  _globals['_TIER']._serialized_start=939
+  _globals['_TIER']._serialized_end=988
+  _globals['_GROUP']._serialized_start=990
+  _globals['_GROUP']._serialized_end=1053
   _globals['_WATCHREQUEST']._serialized_start=42
   _globals['_WATCHREQUEST']._serialized_end=81
   _globals['_CACHEUPDATE']._serialized_start=84
   _globals['_CACHEUPDATE']._serialized_end=245
-  _globals['_RUN']._serialized_start=247
-  _globals['_RUN']._serialized_end=334
-  _globals['_EVICTED']._serialized_start=336
-  _globals['_EVICTED']._serialized_end=411
-  _globals['_SNAPSHOT']._serialized_start=413
-  _globals['_SNAPSHOT']._serialized_end=488
-  _globals['_CACHEDELTA']._serialized_start=490
-  _globals['_CACHEDELTA']._serialized_end=612
-  _globals['_LOAD']._serialized_start=615
-  _globals['_LOAD']._serialized_end=848
+  _globals['_RUN']._serialized_start=248
+  _globals['_RUN']._serialized_end=387
+  _globals['_EVICTED']._serialized_start=389
+  _globals['_EVICTED']._serialized_end=500
+  _globals['_SNAPSHOT']._serialized_start=502
+  _globals['_SNAPSHOT']._serialized_end=577
+  _globals['_CACHEDELTA']._serialized_start=579
+  _globals['_CACHEDELTA']._serialized_end=701
+  _globals['_LOAD']._serialized_start=704
+  _globals['_LOAD']._serialized_end=937
 # @@protoc_insertion_point(module_scope)

@@ -12,9 +12,18 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_GPU: _ClassVar[Tier]
     TIER_CPU: _ClassVar[Tier]
     TIER_DISK: _ClassVar[Tier]
+
+class Group(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GROUP_ATTENTION: _ClassVar[Group]
+    GROUP_WINDOW: _ClassVar[Group]
+    GROUP_STATE: _ClassVar[Group]
 TIER_GPU: Tier
 TIER_CPU: Tier
 TIER_DISK: Tier
+GROUP_ATTENTION: Group
+GROUP_WINDOW: Group
+GROUP_STATE: Group
 
 class WatchRequest(_message.Message):
     __slots__ = ("load_interval_s",)
@@ -35,26 +44,30 @@ class CacheUpdate(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., delta: _Optional[_Union[CacheDelta, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("parent", "keys", "rank", "tier")
+    __slots__ = ("parent", "keys", "rank", "tier", "group")
     PARENT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     parent: int
     keys: _containers.RepeatedScalarFieldContainer[int]
     rank: int
     tier: Tier
-    def __init__(self, parent: _Optional[int] = ..., keys: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
+    group: Group
+    def __init__(self, parent: _Optional[int] = ..., keys: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., group: _Optional[_Union[Group, str]] = ...) -> None: ...
 
 class Evicted(_message.Message):
-    __slots__ = ("keys", "rank", "tier")
+    __slots__ = ("keys", "rank", "tier", "group")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[int]
     rank: int
     tier: Tier
-    def __init__(self, keys: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
+    group: Group
+    def __init__(self, keys: _Optional[_Iterable[int]] = ..., rank: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., group: _Optional[_Union[Group, str]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
     __slots__ = ("runs", "last", "sequence")

@@ -92,7 +92,8 @@ class ReplicaServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchCache(self, request, context):
-        """A snapshot, then deltas with contiguous sequence numbers, and load reports.
+        """A snapshot, then deltas with contiguous sequence numbers, and load reports. UNIMPLEMENTED from a
+        replica that cannot tell.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

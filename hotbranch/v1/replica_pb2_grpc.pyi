@@ -45,7 +45,9 @@ class ReplicaStub:
     the deltas of all requests of this router. When the stream ends, its requests are cancelled.
     """
     WatchCache: _grpc.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.CacheUpdate]
-    """A snapshot, then deltas with contiguous sequence numbers, and load reports."""
+    """A snapshot, then deltas with contiguous sequence numbers, and load reports. UNIMPLEMENTED from a
+    replica that cannot tell.
+    """
     Pin: _grpc.UnaryUnaryMultiCallable[_replica_pb2.PinRequest, _replica_pb2.PinReply]
     """Keeps a prefix resident until it is unpinned or its time to live ends.
     RESOURCE_EXHAUSTED when pins would hold more than a quarter of the pool.
@@ -66,7 +68,9 @@ class ReplicaAsyncStub(ReplicaStub):
     the deltas of all requests of this router. When the stream ends, its requests are cancelled.
     """
     WatchCache: _aio.UnaryStreamMultiCallable[_cache_pb2.WatchRequest, _cache_pb2.CacheUpdate]  # type: ignore[assignment]
-    """A snapshot, then deltas with contiguous sequence numbers, and load reports."""
+    """A snapshot, then deltas with contiguous sequence numbers, and load reports. UNIMPLEMENTED from a
+    replica that cannot tell.
+    """
     Pin: _aio.UnaryUnaryMultiCallable[_replica_pb2.PinRequest, _replica_pb2.PinReply]  # type: ignore[assignment]
     """Keeps a prefix resident until it is unpinned or its time to live ends.
     RESOURCE_EXHAUSTED when pins would hold more than a quarter of the pool.
@@ -102,7 +106,9 @@ class ReplicaServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.CacheUpdate], _abc.AsyncIterator[_cache_pb2.CacheUpdate]]:
-        """A snapshot, then deltas with contiguous sequence numbers, and load reports."""
+        """A snapshot, then deltas with contiguous sequence numbers, and load reports. UNIMPLEMENTED from a
+        replica that cannot tell.
+        """
 
     @_abc_1.abstractmethod
     def Pin(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hotbranch/v1/serve.proto\x12\x0chotbranch.v1\"C\n\x0b\x43lientFrame\x12$\n\x06submit\x18\x01 \x03(\x0b\x32\x14.hotbranch.v1.Submit\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x06\"\xd7\x01\n\x06Submit\x12\x0e\n\x06ticket\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x0c\n\x04salt\x18\x05 \x01(\t\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12(\n\x08sampling\x18\x07 \x01(\x0b\x32\x16.hotbranch.v1.Sampling\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x12\n\ndeadline_s\x18\t \x01(\x01\x12\x18\n\x10predicted_tokens\x18\n \x01(\r\"\x98\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x11\n\x04seed\x18\x05 \x01(\x06H\x00\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x39\n\nlogit_bias\x18\r \x03(\x0b\x32%.hotbranch.v1.Sampling.LogitBiasEntry\x12\r\n\x05min_p\x18\x0e \x01(\x02\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"m\n\x0bServerFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12#\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x13.hotbranch.v1.Delta\x12+\n\nrejections\x18\x03 \x03(\x0b\x32\x17.hotbranch.v1.Rejection\"\xe5\x01\n\x05\x44\x65lta\x12\x0e\n\x06ticket\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x1a.hotbranch.v1.FinishReason\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.hotbranch.v1.TokenLogprobs\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x13\n\x0bstop_reason\x18\x08 \x01(\tB\x10\n\x0e_cached_tokens\"a\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x13\n\x07top_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x02\x10\x01\"\xd3\x01\n\tRejection\x12\x0e\n\x06ticket\x18\x01 \x01(\x06\x12.\n\x06reason\x18\x02 \x01(\x0e\x32\x1e.hotbranch.v1.Rejection.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\"u\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x12\n\x0eREASON_INVALID\x10\x01\x12\x13\n\x0fREASON_DRAINING\x10\x02\x12\x15\n\x11REASON_OVERLOADED\x10\x03\x12\x13\n\x0fREASON_DEADLINE\x10\x04*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hotbranch/v1/serve.proto\x12\x0chotbranch.v1\"C\n\x0b\x43lientFrame\x12$\n\x06submit\x18\x01 \x03(\x0b\x32\x14.hotbranch.v1.Submit\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x06\"\xe5\x01\n\x06Submit\x12\x0e\n\x06ticket\x18\x01 \x01(\x06\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\t\x12\x0c\n\x04salt\x18\x05 \x01(\t\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12(\n\x08sampling\x18\x07 \x01(\x0b\x32\x16.hotbranch.v1.Sampling\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x12\n\ndeadline_s\x18\t \x01(\x01\x12\x18\n\x10predicted_tokens\x18\n \x01(\r\x12\x0c\n\x04rank\x18\x0b \x01(\r\"\x98\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x11\n\x04seed\x18\x05 \x01(\x06H\x00\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x39\n\nlogit_bias\x18\r \x03(\x0b\x32%.hotbranch.v1.Sampling.LogitBiasEntry\x12\r\n\x05min_p\x18\x0e \x01(\x02\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"m\n\x0bServerFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12#\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x13.hotbranch.v1.Delta\x12+\n\nrejections\x18\x03 \x03(\x0b\x32\x17.hotbranch.v1.Rejection\"\xe5\x01\n\x05\x44\x65lta\x12\x0e\n\x06ticket\x18\x01 \x01(\x06\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x1a.hotbranch.v1.FinishReason\x12\x1a\n\rcached_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x12-\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1b.hotbranch.v1.TokenLogprobs\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12\x13\n\x0bstop_reason\x18\x08 \x01(\tB\x10\n\x0e_cached_tokens\"a\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x13\n\x07top_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x02\x10\x01\"\xd3\x01\n\tRejection\x12\x0e\n\x06ticket\x18\x01 \x01(\x06\x12.\n\x06reason\x18\x02 \x01(\x0e\x32\x1e.hotbranch.v1.Rejection.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\"u\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x12\n\x0eREASON_INVALID\x10\x01\x12\x13\n\x0fREASON_DRAINING\x10\x02\x12\x15\n\x11REASON_OVERLOADED\x10\x03\x12\x13\n\x0fREASON_DEADLINE\x10\x04*\x95\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,24 +37,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENLOGPROBS'].fields_by_name['top_ids']._serialized_options = b'\020\001'
   _globals['_TOKENLOGPROBS'].fields_by_name['top_logprobs']._loaded_options = None
   _globals['_TOKENLOGPROBS'].fields_by_name['top_logprobs']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=1397
-  _globals['_FINISHREASON']._serialized_end=1546
+  _globals['_FINISHREASON']._serialized_start=1411
+  _globals['_FINISHREASON']._serialized_end=1560
   _globals['_CLIENTFRAME']._serialized_start=42
   _globals['_CLIENTFRAME']._serialized_end=109
   _globals['_SUBMIT']._serialized_start=112
-  _globals['_SUBMIT']._serialized_end=327
-  _globals['_SAMPLING']._serialized_start=330
-  _globals['_SAMPLING']._serialized_end=738
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=668
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=716
-  _globals['_SERVERFRAME']._serialized_start=740
-  _globals['_SERVERFRAME']._serialized_end=849
-  _globals['_DELTA']._serialized_start=852
-  _globals['_DELTA']._serialized_end=1081
-  _globals['_TOKENLOGPROBS']._serialized_start=1083
-  _globals['_TOKENLOGPROBS']._serialized_end=1180
-  _globals['_REJECTION']._serialized_start=1183
-  _globals['_REJECTION']._serialized_end=1394
-  _globals['_REJECTION_REASON']._serialized_start=1277
-  _globals['_REJECTION_REASON']._serialized_end=1394
+  _globals['_SUBMIT']._serialized_end=341
+  _globals['_SAMPLING']._serialized_start=344
+  _globals['_SAMPLING']._serialized_end=752
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=682
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=730
+  _globals['_SERVERFRAME']._serialized_start=754
+  _globals['_SERVERFRAME']._serialized_end=863
+  _globals['_DELTA']._serialized_start=866
+  _globals['_DELTA']._serialized_end=1095
+  _globals['_TOKENLOGPROBS']._serialized_start=1097
+  _globals['_TOKENLOGPROBS']._serialized_end=1194
+  _globals['_REJECTION']._serialized_start=1197
+  _globals['_REJECTION']._serialized_end=1408
+  _globals['_REJECTION_REASON']._serialized_start=1291
+  _globals['_REJECTION_REASON']._serialized_end=1408
 # @@protoc_insertion_point(module_scope)

@@ -72,7 +72,7 @@ class Changes:
     def __bool__(self) -> bool:
         return bool(self._stored or self._evicted)
 
-    def store(self, parent: int, keys: Sequence[int]) -> None:
+    def store(self, parent: int | None, keys: Sequence[int]) -> None:
         # Children are evicted before parents, so what came back is a leading part of the run.
         back = 0
         while back < len(keys) and keys[back] in self._evicted:
@@ -154,7 +154,7 @@ class RadixTree:
         tokens = tokens[len(resident) * self._width :]
         fresh = list(blocks[len(resident) :])
         keys = block_keys(tokens, self.block_size, node.keys[-1])
-        self.changes.store(node.keys[-1], keys)
+        self.changes.store(_key(node), keys)
         self.size += len(fresh)
         self.version += 1
         if node.locks == 1 and not node.children and not node.pins and node.parent is not None:
@@ -262,7 +262,7 @@ class RadixTree:
     def snapshot(self) -> list[StoredRun]:
         """All that is cached, parents before children."""
         return [
-            StoredRun(node.parent.keys[-1], tuple(node.keys))
+            StoredRun(_key(node.parent), tuple(node.keys))
             for node in self.nodes()
             if node.parent is not None
         ]
@@ -367,6 +367,11 @@ class RadixTree:
                 self.pinned -= len(node.blocks)
             self._loosened(node)
         return blocks
+
+
+def _key(node: Node) -> int | None:
+    """What is stored below a node names it by this: its last block, or None for a root."""
+    return node.keys[-1] if node.namespace is None else None
 
 
 def common_blocks(run: bytes, tokens: bytes, at: int, width: int) -> int:

@@ -34,6 +34,7 @@ class Request:
     request_id: str
     body: bytes = b""
     tail: str = ""
+    query: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,15 @@ class _Adapter:
             except TimeoutError:
                 raise ApiError(408, f"the body did not arrive within {BODY_S:.0f} s") from None
         client, _, _ = scope.client.rpartition(":")
-        return Request(scope.method, scope.path, headers, client, request_id, body)
+        return Request(
+            scope.method,
+            scope.path,
+            headers,
+            client,
+            request_id,
+            body,
+            query=scope.query_string,
+        )
 
     async def _answer(self, request: Request, proto: Any) -> None:
         try:

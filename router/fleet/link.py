@@ -18,13 +18,16 @@ from typing import Any, Protocol
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from hotbranch.keys import key_check
 from hotbranch.log import event
 from hotbranch.v1 import replica_pb2_grpc
-from hotbranch.v1.cache_pb2 import CacheUpdate, Load, WatchRequest
+from hotbranch.v1.cache_pb2 import Load
 from hotbranch.v1.replica_pb2 import DescribeRequest, Description
 from hotbranch.v1.serve_pb2 import ClientFrame, Delta, Rejection, ServerFrame, Submit
+from router.fleet.holder import Holder
 from router.fleet.outstanding import Outstanding
-from router.fleet.watcher import ViewLost, Watcher
+from router.fleet.watch import Disconnected, watch_cache
+from router.fleet.watcher import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +42,7 @@ CHANNEL_OPTIONS = [
 ]
 FRAME_BYTES = 16 << 20  # of submissions in one frame, well below the largest message
 DESCRIBE_TIMEOUT_S = 5.0
-# A replica reports its load ten times a second. One that is stopped or wedged keeps its connection,
-# and gRPC's own pings may be answered for it or not be sent at all.
-SILENCE_S = 10.0
+INCOMPARABLE = "its block keys differ from ours: its reports are not used"
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -63,10 +64,6 @@ class Receiver(Protocol):
 
     def lost(self, reason: str) -> None:
         """The connection broke: nothing more comes for any choice."""
-
-
-class Disconnected(Exception):
-    """The other side ended a stream that should not end."""
 
 
 class Link:
@@ -96,6 +93,12 @@ class Link:
     @property
     def replica_id(self) -> str:
         return self.description.replica_id if self.description else self.address
+
+    @property
+    def holders(self) -> list[Holder]:
+        """Its data-parallel ranks; none before it is described."""
+        ranks = (self.description.ranks or 1) if self.description else 0
+        return [Holder(self.address, rank) for rank in range(ranks)]
 
     @property
     def in_flight(self) -> int:
@@ -176,7 +179,9 @@ class Link:
                 event(log, "replica refused", replica=self.replica_id, reason=problem)
             self.state, self.problem = State.REFUSED, problem
             return
-        self.problem = ""
+        comparable = self.description.key_check == key_check()
+        self.problem = "" if comparable else INCOMPARABLE
+        self.watcher.connected(self.description, comparable)
         call = stub.Serve()
         await call.wait_for_connection()
         self.state = State.DRAINING if self.description.draining else State.READY
@@ -184,7 +189,7 @@ class Link:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(call))
             tasks.create_task(self._read(call))
-            tasks.create_task(self._watch_cache(stub))
+            tasks.create_task(watch_cache(stub, self.watcher, self._loaded, self.replica_id))
             tasks.create_task(self._watch_health(channel))
 
     def _mismatch(self, description: Description) -> str:
@@ -234,36 +239,9 @@ class Link:
         if not self._open:
             self.idle.set()
 
-    async def _watch_cache(self, stub: "replica_pb2_grpc.ReplicaAsyncStub") -> None:
-        while True:
-            self.watcher.restart()
-            call = stub.WatchCache(WatchRequest())
-            try:
-                async with asyncio.timeout(SILENCE_S) as silence:
-                    async for update in call:
-                        silence.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
-                        self._updated(update)
-                reason = "ended"
-            except TimeoutError:
-                raise Disconnected(f"the replica was silent for {SILENCE_S:g} s") from None
-            except ViewLost as lost:
-                reason = lost.reason
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                    raise
-                reason = "overflow"
-            finally:
-                call.cancel()
-            self.watcher.lost(reason)
-            event(log, "cache view lost", replica=self.replica_id, reason=reason)
-            await asyncio.sleep(PAUSES_S[0])
-
-    def _updated(self, update: CacheUpdate) -> None:
-        if update.HasField("load"):
-            self.load = update.load
-            self.outstanding.reported(update.load.outstanding_tokens, time.monotonic())
-        else:
-            self.watcher.apply(update)
+    def _loaded(self, load: Load) -> None:
+        self.load = load
+        self.outstanding.reported(load.outstanding_tokens, time.monotonic())
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs name no methods

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Protocol
 
 from hotbranch.v1.cache_pb2 import CacheUpdate
+from hotbranch.v1.replica_pb2 import Description
 
 
 class ViewLost(Exception):
@@ -15,14 +16,22 @@ class ViewLost(Exception):
 
 
 class Watcher(Protocol):
-    """Applies the stream of one replica, in order. `resyncs` counts lost views by reason."""
+    """Applies the stream of one replica, in order. Times are in seconds of one monotonic clock.
 
-    resyncs: Counter[str]
+    `recoveries` counts what had to be recovered from, by kind; `heard_at` is when the last message
+    came, 0.0 before the first.
+    """
+
+    recoveries: Counter[str]
+    heard_at: float
+
+    def connected(self, description: Description, comparable: bool) -> None:
+        """The replica is reached. Without `comparable` keys its reports say nothing."""
 
     def restart(self) -> None:
         """A new stream begins: what comes first is a snapshot."""
 
-    def apply(self, update: CacheUpdate) -> None:
+    def apply(self, update: CacheUpdate, now: float) -> None:
         """Take one message. Raises ViewLost."""
 
     def lost(self, reason: str) -> None:

@@ -1,91 +1,158 @@
 """The global radix tree: which replica holds which prefix, as far as this router knows.
 
-Two layers. *Reported* blocks are what replicas said they hold. *Predicted* blocks are what was
-dispatched a moment ago and will be reported soon. A holder's match is the deeper of the two.
+Two layers. *Reported* blocks are what replicas said they hold; of a replica that says nothing, what
+its history tells. *Predicted* blocks are what was dispatched a moment ago and will be reported
+soon. A holder's match is the deeper of the two.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
+from router.fleet.holder import Holder
+from router.index.branches import Branch, hottest
+from router.index.history import History
+from router.index.orphans import Orphans
 from router.index.predictions import Predictions
-from router.index.tree import Depths, PrefixTree
+from router.index.tree import Depths, PrefixTree, Run
+
+PREDICTION_S = 30.0
+COMPUTED_S = 2.0  # after a prompt was computed, its report is here or will not come
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """Leading blocks by holder, as found; nothing is spelled out for holders nobody asks about."""
 
-    _bits: Mapping[str, int]
+    _bits: Mapping[Holder, int]
     _depths: Depths
 
-    def depth(self, holder: str) -> int:
+    def depth(self, holder: Holder) -> int:
         """Blocks that a holder has; 0 for one that is unknown."""
         bit = self._bits.get(holder, 0)
         return max((depth for bits, depth in self._depths if bits & bit), default=0)
 
 
 class Index:
-    """Matches prompts against what every holder has. Pure: the caller gives the time in seconds."""
+    """Matches prompts against what every holder has. Pure: the caller gives the time in seconds,
+    which never goes back.
 
-    def __init__(self) -> None:
+    Of each holder it knows a bag of blocks: one that is stored twice, as engines do that compute a
+    block twice, is there until it has been evicted twice. A block counts while all before it are
+    there. Beyond `limit` blocks it forgets: predictions first, then the coldest reported blocks,
+    which `forgotten` counts.
+    """
+
+    def __init__(self, limit: float = inf, prediction_s: float = PREDICTION_S) -> None:
+        self.forgotten = 0
+        self._limit = limit
+        self._prediction_s = prediction_s
         self._reported = PrefixTree()
         self._predicted = Predictions()
-        self._bits: dict[str, int] = {}
+        self._history = History(self._reported)
+        self._bits: dict[Holder, int] = {}
+        self._holders: dict[int, tuple[Holder, int]] = {}  # bit -> who, and its block size
         self._everybody = 0
         self._free: list[int] = []
-        self._counts: dict[str, int] = {}
+        # by bit, only where there are any
+        self._copies: dict[int, dict[int, int]] = {}  # key -> beyond the first one
+        self._orphans: dict[int, Orphans] = {}
 
-    def add(self, holder: str) -> None:
-        """Make room for a holder; it holds nothing yet."""
-        if holder not in self._bits:
-            self._bits[holder] = self._free.pop() if self._free else 1 << len(self._bits)
-            self._everybody |= self._bits[holder]
-            self._counts[holder] = 0
+    def add(self, holder: Holder, block_size: int = 16, capacity: int = 0) -> None:
+        """Make room for a holder with blocks of `block_size` tokens; it holds nothing yet.
 
-    def remove(self, holder: str) -> None:
+        Until its first report (`replace`), what was sent to it stands for what it holds, as if it
+        had room for `capacity` blocks; 0 when that is not known, and nothing does.
+        """
+        self.remove(holder)
+        bit = self._free.pop() if self._free else 1 << len(self._bits)
+        self._bits[holder] = bit
+        self._holders[bit] = holder, block_size
+        self._everybody |= bit
+        if capacity:
+            self._history.open(bit, capacity)
+
+    def remove(self, holder: Holder) -> None:
         """Forget a holder and all that it held."""
         if holder in self._bits:
             self.clear(holder)
-            self._everybody ^= self._bits[holder]
-            self._free.append(self._bits.pop(holder))
-            del self._counts[holder]
+            bit = self._bits.pop(holder)
+            self._history.close(bit)
+            del self._holders[bit]
+            self._everybody ^= bit
+            self._free.append(bit)
 
-    def clear(self, holder: str) -> None:
-        """The holder holds nothing: neither reported nor predicted."""
+    def clear(self, holder: Holder) -> None:
+        """The holder holds nothing, nor will it hold what was predicted."""
         bit = self._bits[holder]
-        self._reported.remove(bit)
+        self._forget_reports(bit)
         self._predicted.remove(bit)
-        self._counts[holder] = 0
+        self._history.clear(bit)
 
-    def store(self, holder: str, parent: int, keys: Sequence[int]) -> None:
-        """The holder reports a run of blocks below `parent`, a key or a root seed."""
-        self._counts[holder] += self._reported.store(self._bits[holder], parent, keys)
+    def store(self, holder: Holder, parent: int | None, keys: Sequence[int], now: float) -> None:
+        """The holder reports a run of blocks below `parent`, a key or None for a root."""
+        self._store(self._bits[holder], parent, keys, now, served=True)
+        self._bound()
 
-    def evict(self, holder: str, keys: Sequence[int]) -> None:
-        """The holder reports that blocks are gone, children before parents.
+    def evict(self, holder: Holder, keys: Sequence[int]) -> None:
+        """The holder reports that blocks are gone; unknown ones are ignored.
 
-        What is below a block that is gone is gone too; unknown blocks are ignored.
+        What is below a block that is gone no longer counts, until the block comes back.
         """
-        self._counts[holder] -= self._reported.evict(self._bits[holder], keys)
+        bit = self._bits[holder]
+        if bit in self._copies or bit in self._orphans:
+            keys = [key for key in keys if not self._evict_spare(bit, key)]
+        lost = self._reported.evict(bit, keys)
+        listed: list[int] = []
+        for _, run in lost:
+            listed += reversed(run)
+        if listed == keys:
+            return  # children before parents, as it should be
+        gone = set(keys)
+        for parent, run in lost:
+            for key in run:
+                if key not in gone:
+                    assert parent is not None, "it was below a block that is gone"
+                    self._orphans.setdefault(bit, Orphans()).add(parent, key)
+                parent = key
 
-    def replace(self, holder: str, runs: Iterable[tuple[int, Sequence[int]]]) -> None:
-        """The holder holds exactly these (parent, keys) runs, whatever was reported before."""
-        self._reported.remove(self._bits[holder])
-        self._counts[holder] = 0
+    def replace(self, holder: Holder, runs: Iterable[Run], now: float) -> None:
+        """The holder holds exactly these runs, whatever was reported before."""
+        bit = self._bits[holder]
+        self._forget_reports(bit)
+        self._history.close(bit)
         for parent, keys in runs:
-            self.store(holder, parent, keys)
+            self._store(bit, parent, keys, now, served=False)
+        self._bound()
 
-    def predict(self, holder: str, parent: int, keys: Sequence[int], until: float) -> None:
-        """The holder will soon hold this path from the root seed `parent` on.
+    def predict(self, holder: Holder, keys: Sequence[int], now: float) -> None:
+        """A prompt was sent to the holder, which will soon hold the whole path."""
+        bit = self._bits[holder]
+        self._reported.serve(bit, keys, now)
+        self._history.add(bit, keys, now)
+        self._predicted.add(bit, keys, now + self._prediction_s)
+        self._bound()
 
-        `until` never decreases from call to call.
-        """
-        self._predicted.add(self._bits[holder], parent, keys, until)
-
-    def withdraw(self, holder: str, keys: Sequence[int]) -> None:
-        """Take a prediction back, as of a request that never ran. Reported blocks stay."""
+    def withdraw(self, holder: Holder, keys: Sequence[int]) -> None:
+        """Take a prediction back, as of a prompt that never ran. Reported blocks stay."""
         if holder in self._bits:
             self._predicted.withdraw(self._bits[holder], keys)
+            self._history.withdraw(self._bits[holder], keys)
+
+    def computed(self, holder: Holder, keys: Sequence[int], now: float) -> None:
+        """A prompt has its first token: its report is on the way, and tells the truth from now."""
+        if holder in self._bits:
+            self._predicted.computed(self._bits[holder], keys, now + COMPUTED_S)
+
+    def missed(self, holder: Holder, keys: Sequence[int], have: int, now: float) -> None:
+        """A prompt found only `have` of its blocks: what was merely believed beyond them goes.
+
+        The holder has computed them by now, which its report will say.
+        """
+        if holder in self._bits:
+            self._predicted.missed(self._bits[holder], keys, have)
+            self._history.missed(self._bits[holder], keys, have, now)
+            self._bound()
 
     def expire(self, now: float) -> None:
         """Forget predictions whose life has ended."""
@@ -98,22 +165,112 @@ class Index:
             self._bits, self._reported.match(keys, bits) + self._predicted.match(keys, bits)
         )
 
-    def held(self, holder: str) -> frozenset[int]:
-        """Keys that the holder reported."""
-        if holder not in self._bits:
-            return frozenset()
-        return frozenset().union(*self._reported.held(self._bits[holder]))
+    def hottest(self, limit: int, now: float) -> list[Branch]:
+        """The branches that serve most tokens a second, as a tree of up to `limit` of them."""
+        return hottest(self._reported.root, limit, now, self._holders.__getitem__)
 
-    def held_count(self, holder: str) -> int:
-        """Blocks that the holder reported."""
-        return self._counts.get(holder, 0)
+    def held(self, holder: Holder) -> frozenset[int]:
+        """Keys that the holder reported, or holds as its history tells."""
+        bit = self._bits.get(holder, 0)
+        return frozenset(self._orphans.get(bit, ())).union(*self._reported.held(bit))
+
+    def held_count(self, holder: Holder) -> int:
+        """How many `held` has."""
+        bit = self._bits.get(holder, 0)
+        return self._reported.count(bit) + len(self._orphans.get(bit, ()))
 
     @property
     def blocks(self) -> int:
-        """Distinct reported blocks."""
+        """Distinct reported blocks, as far as they can be matched."""
         return len(self._reported)
 
     @property
     def predicted_blocks(self) -> int:
         """Distinct predicted blocks."""
         return len(self._predicted)
+
+    def _forget_reports(self, bit: int) -> None:
+        self._reported.remove(bit)
+        self._copies.pop(bit, None)
+        self._orphans.pop(bit, None)
+
+    def _store(
+        self, bit: int, parent: int | None, keys: Sequence[int], now: float, served: bool
+    ) -> None:
+        new = -1
+        if bit not in self._orphans:
+            new = self._reported.store(bit, parent, keys, now, served)
+        if new < 0:
+            self._store_one_by_one(bit, parent, keys, now, served)
+        elif new < len(keys):
+            self._copy(bit, keys[: len(keys) - new])
+
+    def _store_one_by_one(
+        self, bit: int, parent: int | None, keys: Sequence[int], now: float, served: bool
+    ) -> None:
+        """`store` for a holder with orphans: blocks may be there, or bring others back."""
+        orphans = self._orphans.setdefault(bit, Orphans())
+        for key in keys:
+            if key in orphans or self._reported.holds(bit, key):
+                self._copy(bit, [key])
+            elif self._reported.store(bit, parent, [key], now, served) < 0:
+                assert parent is not None
+                orphans.add(parent, key)
+            else:
+                for below, orphan in orphans.adopt(key):
+                    self._reported.store(bit, below, [orphan], now, served=False)
+            parent = key
+        if not orphans:
+            del self._orphans[bit]
+
+    def _copy(self, bit: int, keys: Sequence[int]) -> None:
+        copies = self._copies.setdefault(bit, {})
+        for key in keys:
+            copies[key] = copies.get(key, 0) + 1
+
+    def _evict_spare(self, bit: int, key: int) -> bool:
+        """Evict a copy or an orphan, where a block is one."""
+        copies, orphans = self._copies.get(bit), self._orphans.get(bit)
+        if copies and key in copies:
+            copies[key] -= 1
+            if not copies[key]:
+                del copies[key]
+            if not copies:
+                del self._copies[bit]
+            return True
+        if orphans and key in orphans:
+            orphans.discard(key)
+            if not orphans:
+                del self._orphans[bit]
+            return True
+        return False
+
+    def _bound(self) -> None:
+        if self._limit == inf:
+            return
+        while (excess := self._total() - self._limit) > 0:
+            if self._predicted.shed():
+                continue
+            if self._orphans:
+                self._forget_copies(*self._orphans.popitem())
+            else:
+                self._forget(int(len(self._reported) - excess))
+
+    def _forget(self, limit: int) -> None:
+        """Let the coldest reported blocks go, and what is known of them beside the tree."""
+        before = len(self._reported)
+        for bit, (_, keys) in self._reported.forget(limit):
+            self._history.forgotten(bit, keys)
+            self._forget_copies(bit, keys)
+        self.forgotten += before - len(self._reported)
+
+    def _forget_copies(self, bit: int, keys: Iterable[int]) -> None:
+        if copies := self._copies.get(bit):
+            for key in keys:
+                copies.pop(key, None)
+            if not copies:
+                del self._copies[bit]
+
+    def _total(self) -> int:
+        orphans = sum(map(len, self._orphans.values())) if self._orphans else 0
+        return len(self._reported) + len(self._predicted) + orphans

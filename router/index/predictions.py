@@ -6,10 +6,12 @@ before any report is there; the report then says the same for good.
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 
 from router.index.tree import Depths, PrefixTree
 
 _UNCLAIMED = (0.0, 0)
+_NEVER = (inf, 0)
 
 
 class Predictions:
@@ -19,7 +21,9 @@ class Predictions:
         self._tree = PrefixTree()
         # (bit, last key of a path) -> end of life, prompts that count on it
         self._ends: dict[tuple[int, int], tuple[float, int]] = {}
+        # by end of life: as predicted, and as shortened since
         self._queue: deque[tuple[float, int, Sequence[int]]] = deque()
+        self._computed: deque[tuple[float, int, Sequence[int]]] = deque()
 
     def __len__(self) -> int:
         """Distinct predicted blocks."""
@@ -28,10 +32,10 @@ class Predictions:
     def match(self, keys: Sequence[int], bits: int) -> Depths:
         return self._tree.match(keys, bits)
 
-    def add(self, bit: int, parent: int, keys: Sequence[int], until: float) -> None:
-        """Predict a path below its root seed; `until` never decreases from call to call."""
+    def add(self, bit: int, keys: Sequence[int], until: float) -> None:
+        """Predict a path; `until` never decreases from call to call."""
         if keys:
-            self._tree.store(bit, parent, keys)
+            self._tree.store(bit, None, keys, until, served=False)
             claims = self._ends.get((bit, keys[-1]), _UNCLAIMED)[1]
             self._ends[bit, keys[-1]] = until, claims + 1
             self._queue.append((until, bit, keys))
@@ -46,13 +50,40 @@ class Predictions:
         elif claims:
             self._cut(bit, keys)
 
+    def computed(self, bit: int, keys: Sequence[int], until: float) -> None:
+        """A prompt no longer counts on its prediction, whose life now ends at `until` at the latest
+        unless another one does. `until` never decreases from call to call.
+        """
+        if keys and (end := self._ends.get((bit, keys[-1]))):
+            left = max(0, end[1] - 1)
+            self._ends[bit, keys[-1]] = (end[0] if left else min(end[0], until)), left
+            if not left:
+                self._computed.append((until, bit, keys))
+
+    def missed(self, bit: int, keys: Sequence[int], have: int) -> None:
+        """The holder had only the first `have` blocks: the rest goes, whoever counts on it."""
+        for _, lost in self._tree.evict(bit, keys[have : have + 1]):
+            for key in lost:
+                self._ends.pop((bit, key), None)
+        if have and (bit, keys[have - 1]) not in self._ends:
+            self._trim(bit, keys[:have])
+
     def expire(self, now: float) -> None:
         """Forget the paths whose life has ended."""
-        while self._queue and self._queue[0][0] <= now:
-            _, bit, keys = self._queue.popleft()
-            until, claims = self._ends.get((bit, keys[-1]), _UNCLAIMED)
-            if claims and until <= now:
-                self._cut(bit, keys)
+        for queue in (self._queue, self._computed):
+            while queue and queue[0][0] <= now:
+                _, bit, keys = queue.popleft()
+                if self._ends.get((bit, keys[-1]), _NEVER)[0] <= now:
+                    self._cut(bit, keys)
+
+    def shed(self) -> bool:
+        """Forget the path that was predicted first; whether there was one."""
+        if not self._queue:
+            return False
+        until, bit, keys = self._queue.popleft()
+        if self._ends.get((bit, keys[-1]), _NEVER)[0] <= until:
+            self._cut(bit, keys)
+        return True
 
     def remove(self, bit: int) -> None:
         """Forget all of a holder."""
@@ -62,6 +93,10 @@ class Predictions:
 
     def _cut(self, bit: int, keys: Sequence[int]) -> None:
         del self._ends[bit, keys[-1]]
+        self._trim(bit, keys)
+
+    def _trim(self, bit: int, keys: Sequence[int]) -> None:
+        """Forget the end of a path that nobody counts on."""
         if not self._tree.deepest(bit, keys[-1]):
             return  # a longer path goes on from here
         shared = self._tree.fork(bit, keys)

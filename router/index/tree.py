@@ -8,19 +8,26 @@ Each holder's blocks form prefixes: it holds a run up to some depth, and what is
 holds the run whole. An eviction in the middle therefore takes everything below it.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+from router.index.heat import COLD, Heat, warmed
 
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of block keys. `full` holds it whole, `partial` maps a bit to its first n blocks."""
+    """A run of block keys. `full` holds it whole, `partial` maps a bit to its first n blocks.
+
+    `heat` counts the blocks of all that was served through here, by the bit of who served it.
+    """
 
     parent: "Node | None"
     keys: list[int]
     full: int = 0
     partial: dict[int, int] = field(default_factory=dict)  # 0 < n < len(keys)
     children: dict[int, "Node"] = field(default_factory=dict)  # by first key
+    heat: dict[int, Heat] | None = None  # None: of no one
 
     def held(self, bit: int) -> int:
         """Blocks of the run that a holder has."""
@@ -31,34 +38,56 @@ class Node:
         if count == len(self.keys):
             self.full |= bit
             self.partial.pop(bit, None)
+            return
+        self.full &= ~bit
+        if count:
+            self.partial[bit] = count
         else:
-            self.full &= ~bit
-            if count:
-                self.partial[bit] = count
-            else:
-                self.partial.pop(bit, None)
+            self.partial.pop(bit, None)
+            if self.heat:
+                self.heat.pop(bit, None)
+
+    def holders(self) -> int:
+        """The bits of all that hold some of the run."""
+        return self.full | sum(self.partial)
 
 
 Depths = list[tuple[int, int]]
 """(bits, blocks): these holders have exactly so many leading blocks."""
+
+Run = tuple[int | None, Sequence[int]]
+"""Block keys, and the key before them; None at a root."""
 
 
 class PrefixTree:
     """Who holds which prefix. Pure; holders are distinct powers of two."""
 
     def __init__(self) -> None:
-        self._root = Node(None, [])
+        self.root = Node(None, [])
         self._where: dict[int, Node] = {}
+        # Coldest first. What is used warms all above it, so every node comes after its children,
+        # and the first one is a leaf.
+        self._order: OrderedDict[Node, None] = OrderedDict()
+        self._counts: dict[int, int] = {}
 
     def __len__(self) -> int:
         """Distinct blocks."""
         return len(self._where)
 
+    def count(self, bit: int) -> int:
+        """Blocks that a holder has."""
+        return self._counts.get(bit, 0)
+
+    def holds(self, bit: int, key: int) -> bool:
+        """Whether a holder has a block, and all before it."""
+        node = self._where.get(key)
+        return node is not None and node.held(bit) > _position(node, key)
+
     def match(self, keys: Sequence[int], bits: int) -> Depths:
         """Leading blocks of a path that each holder in `bits` has; each bit occurs once."""
         depths: Depths = []
         depth, size = 0, len(keys)
-        node = self._root.children.get(keys[0]) if size else None
+        node = self.root.children.get(keys[0]) if size else None
         while node is not None and bits:
             shared = _shared(node.keys, 0, keys, depth)
             gone = bits & ~node.full
@@ -78,25 +107,30 @@ class PrefixTree:
             depths.append((bits, depth))
         return depths
 
-    def store(self, bit: int, parent: int, keys: Sequence[int]) -> int:
-        """A holder has the run of blocks below `parent`; how many of them are new to it.
+    def store(
+        self, bit: int, parent: int | None, keys: Sequence[int], now: float, served: bool
+    ) -> int:
+        """A holder has the run of blocks below `parent`, a key or None for a root.
 
-        An unknown parent is a root seed. Below a known block that the holder does not have, nothing
-        is stored: it could not be matched.
+        Those that it had already are a leading part of the run; how many are new to it, which is
+        heat if they were `served` just now. -1, and nothing is stored, when it does not have the
+        parent: the run could not be matched.
         """
-        node, at = self._root, 0
-        above = self._where.get(parent)
-        if above is not None:
-            node, at = above, _position(above, parent) + 1
-            if node.held(bit) < at:
-                return 0
+        node, at = self.root, 0
+        if parent is not None:
+            above = self._where.get(parent)
+            at = _position(above, parent) + 1 if above else 0
+            if above is None or above.held(bit) < at:
+                return -1
+            node = above
         new, i = 0, 0
         while i < len(keys):
             if at == len(node.keys):
                 child = node.children.get(keys[i])
                 if child is None:
-                    self._grow(node, bit, keys[i:])
-                    return new + len(keys) - i
+                    node = self._grow(node, bit, keys[i:])
+                    new += len(keys) - i
+                    break
                 node, at = child, 0
             shared = _shared(node.keys, at, keys, i)
             if shared:
@@ -107,28 +141,66 @@ class PrefixTree:
                     new += at - held
                     node.hold(bit, at)
             else:
-                self._split(node, at)
+                node = self._split(node, at)
+        self._counts[bit] = self._counts.get(bit, 0) + new
+        self._warm(node, bit, new if served else 0, now)
         return new
 
-    def evict(self, bit: int, keys: Sequence[int]) -> int:
-        """A holder has these blocks no more, nor what is below them; how many it lost."""
-        lost, i, size = 0, 0, len(keys)
+    def serve(self, bit: int, keys: Sequence[int], now: float) -> None:
+        """A holder serves a path again, as far as it has it."""
+        node, depth = self.root, 0
+        while depth < len(keys):
+            child = node.children.get(keys[depth])
+            held = child.held(bit) if child else 0
+            if child is None or not held:
+                break
+            shared = min(held, _shared(child.keys, 0, keys, depth))
+            depth += shared
+            node = child
+            if shared < len(child.keys):
+                break
+        self._warm(node, bit, depth, now)
+
+    def evict(self, bit: int, keys: Sequence[int]) -> list[Run]:
+        """A holder has these blocks no more, nor what is below them; the runs that it lost."""
+        lost: list[Run] = []
+        i, size = 0, len(keys)
         while i < size:
             node = self._where.get(keys[i])
             if node is None:
                 i += 1
                 continue
-            # Reports name children before parents: of a stretch in one run the last counts.
-            while i + 1 < size and self._where.get(keys[i + 1]) is node:
+            start, i = i, i + 1
+            while i < size and self._where.get(keys[i]) is node:
                 i += 1
-            lost += self._cut(node, bit, _position(node, keys[i]))
-            i += 1
+            self._cut(node, bit, _first(node, keys[start:i]), lost)
         return lost
+
+    def forget(self, limit: int) -> list[tuple[int, Run]]:
+        """Drop the coldest blocks, whoever holds them, tails first, down to `limit`; who lost what.
+
+        A run counts as used as a whole, however far into it a prompt went.
+        """
+        losses: list[tuple[int, Run]] = []
+        while len(self) > limit:
+            node = next(iter(self._order))
+            keep = max(0, len(node.keys) - (len(self) - limit))
+            bits = node.holders()
+            while bits:
+                bit = bits & -bits
+                bits ^= bit
+                lost: list[Run] = []
+                self._cut(node, bit, keep, lost)
+                losses += [(bit, run) for run in lost]
+        return losses
 
     def remove(self, bit: int) -> None:
         """Forget all that a holder has."""
-        for node in list(self._root.children.values()):
-            self._cut(node, bit, 0)
+        for node in list(self.root.children.values()):
+            self._cut(node, bit, 0, [])
+        if self.root.heat:
+            self.root.heat.pop(bit, None)
+        self._counts.pop(bit, None)
 
     def deepest(self, bit: int, key: int) -> bool:
         """Whether a holder has the block of `key`, and nothing below it."""
@@ -139,7 +211,7 @@ class PrefixTree:
 
     def fork(self, bit: int, keys: Sequence[int]) -> int:
         """Leading blocks of a path below which a holder has another branch too."""
-        node, depth, fork = self._root, 0, 0
+        node, depth, fork = self.root, 0, 0
         while depth < len(keys):
             child = node.children.get(keys[depth])
             if child is None or not child.held(bit):
@@ -155,54 +227,69 @@ class PrefixTree:
 
     def held(self, bit: int) -> Iterator[Sequence[int]]:
         """Runs that a holder has, parents before children."""
-        for node in self._below(self._root):
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
             if count := node.held(bit):
                 yield node.keys[:count]
 
-    def _below(self, node: Node) -> Iterator[Node]:
-        stack = list(node.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+    def _warm(self, node: Node | None, bit: int, blocks: int, now: float) -> None:
+        """Blocks were served on the path that ends at a node: it is the most recently used one."""
+        while node is not None:
+            if node.parent is not None:
+                self._order.move_to_end(node)
+            if blocks:
+                if node.heat is None:
+                    node.heat = {}
+                node.heat[bit] = warmed(node.heat.get(bit, COLD), blocks, now)
+            node = node.parent
 
-    def _grow(self, node: Node, bit: int, keys: Sequence[int]) -> None:
-        """Add blocks that nobody has, below the end of a run."""
+    def _grow(self, node: Node, bit: int, keys: Sequence[int]) -> Node:
+        """Add blocks that nobody has, below the end of a run; the node they are on."""
         if node.full == bit and not node.partial and not node.children and node.parent:
             node.keys += keys
         else:
             child = Node(node, list(keys), bit)
             node.children[keys[0]] = child
+            self._order[child] = None
             node = child
         self._where.update(dict.fromkeys(keys, node))
+        return node
 
-    def _split(self, node: Node, at: int) -> None:
-        """Make the blocks of a run from `at` on a node of their own, below it."""
-        lower = Node(node, node.keys[at:], node.full, children=node.children)
-        lower.partial = {bit: n - at for bit, n in node.partial.items() if n > at}
-        for child in lower.children.values():
-            child.parent = lower
-        node.full |= sum(bit for bit, n in node.partial.items() if n >= at)
-        node.partial = {bit: n for bit, n in node.partial.items() if n < at}
-        node.keys = node.keys[:at]
-        node.children = {lower.keys[0]: lower}
-        self._where.update(dict.fromkeys(lower.keys, lower))
+    def _split(self, node: Node, at: int) -> Node:
+        """Make the first `at` blocks of a run a node of their own, above it; that node."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(parent, node.keys[:at], node.full, children={node.keys[at]: node})
+        upper.full |= sum(bit for bit, n in node.partial.items() if n >= at)
+        upper.partial = {bit: n for bit, n in node.partial.items() if n < at}
+        upper.heat = dict(node.heat) if node.heat else None
+        parent.children[node.keys[0]] = upper
+        node.parent = upper
+        del node.keys[:at]
+        for bit, n in list(node.partial.items()):
+            node.hold(bit, max(0, n - at))
+        self._order[upper] = None
+        self._where.update(dict.fromkeys(upper.keys, upper))
+        return upper
 
-    def _cut(self, node: Node, bit: int, keep: int) -> int:
-        """Let a holder keep `keep` blocks of a run and nothing below; how many it lost."""
-        lost = 0
+    def _cut(self, node: Node, bit: int, keep: int, lost: list[Run]) -> None:
+        """Let a holder keep `keep` blocks of a run and nothing below; adds what it lost."""
         if node.full & bit:
             # Leaves first, so that what nobody has any more can go.
             for below in reversed(list(self._held_below(node, bit))):
-                lost += below.held(bit)
-                below.hold(bit, 0)
-                self._trim(below)
+                self._shorten(below, bit, 0, lost)
+        if node.held(bit) > keep:
+            self._shorten(node, bit, keep, lost)
+
+    def _shorten(self, node: Node, bit: int, keep: int, lost: list[Run]) -> None:
         held = node.held(bit)
-        if held > keep:
-            lost += held - keep
-            node.hold(bit, keep)
-            self._trim(node)
-        return lost
+        above = node.keys[keep - 1] if keep else _last_key(node.parent)
+        lost.append((above, node.keys[keep:held]))
+        self._counts[bit] -= held - keep
+        node.hold(bit, keep)
+        self._trim(node)
 
     def _held_below(self, node: Node, bit: int) -> Iterator[Node]:
         stack = [node]
@@ -225,11 +312,25 @@ class PrefixTree:
                 node.hold(bit, keep)
         elif node.parent:
             del node.parent.children[node.keys[0]]
+            del self._order[node]
+
+
+def _last_key(node: Node | None) -> int | None:
+    return node.keys[-1] if node is not None and node.keys else None
 
 
 def _position(node: Node, key: int) -> int:
     """Where a key stands in its run."""
     return len(node.keys) - 1 if node.keys[-1] == key else node.keys.index(key)
+
+
+def _first(node: Node, keys: Sequence[int]) -> int:
+    """Where the first of these keys stands in their run. It is the last one named, as a rule."""
+    position = _position(node, keys[-1])
+    if node.keys[position : position + len(keys)] == list(reversed(keys)):
+        return position
+    named = set(keys)
+    return next(place for place, key in enumerate(node.keys) if key in named)
 
 
 def _shared(run: Sequence[int], at: int, keys: Sequence[int], start: int) -> int:

@@ -3,87 +3,162 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from hotbranch.v1.cache_pb2 import TIER_GPU, CacheDelta, CacheUpdate, Snapshot
+from hotbranch.v1.cache_pb2 import (
+    GROUP_ATTENTION,
+    TIER_GPU,
+    CacheDelta,
+    CacheUpdate,
+    Evicted,
+    Run,
+    Snapshot,
+)
+from hotbranch.v1.replica_pb2 import Description
+from router.fleet.holder import Holder
 from router.fleet.watcher import ViewLost
 from router.index.index import Index
 
+RECOVERIES = (
+    "gap",  # a number is missing
+    "regression",  # a number came again, or a smaller one
+    "overtaken",  # a delta came before the snapshot was complete
+    "rank",  # a rank that the replica did not describe
+    "ended",  # the stream ended
+    "overflow",  # the replica ended it: this router read too slowly
+    "epoch",  # the replica began anew
+    "reconnect",
+    "gone",  # for good
+)
+
 
 class View:
-    """Applies updates to the index under one holder's name.
+    """Applies updates to the index, in the name of the address they come from.
 
     Blocks of an older epoch are dropped as soon as a newer one is seen. A view that was lost keeps
     its blocks, as the best guess, until the next snapshot is complete; a replica that is gone holds
-    nothing.
+    nothing. `totals` counts the recoveries of all views together.
     """
 
-    def __init__(self, index: Index, holder: str) -> None:
+    def __init__(self, index: Index, address: str, totals: Counter[str]) -> None:
+        self.recoveries: Counter[str] = Counter()
+        self.heard_at = 0.0
         self._index = index
-        self._holder = holder
+        self._address = address
+        self._totals = totals
+        self._holders: list[Holder] = []  # by rank
+        self._comparable = True
+        self._known_epoch: int | None = None  # the last one seen, on any connection
         self._epoch: int | None = None
         self._sequence: int | None = None  # None: no complete snapshot on this stream
-        self._pending: list[tuple[int, Sequence[int]]] = []
-        self.resyncs: Counter[str] = Counter()
-        index.add(holder)
+        self._pending: list[list[tuple[int | None, Sequence[int]]]] = []  # by rank
 
     @property
     def current(self) -> bool:
         """Whether the index equals the replica, up to what is under way."""
         return self._sequence is not None
 
+    def connected(self, description: Description, comparable: bool) -> None:
+        """The replica is reached; until its first snapshot its history stands for its cache."""
+        if self._holders:
+            self._count("reconnect")
+        for holder in self._holders[description.ranks :]:
+            self._index.remove(holder)
+        self._holders = [Holder(self._address, rank) for rank in range(description.ranks or 1)]
+        for holder in self._holders:
+            self._index.add(holder, description.block_size, description.capacity_blocks)
+        self._comparable = comparable
+
     def restart(self) -> None:
         """A new stream begins: a snapshot must come first."""
         self._sequence = None
-        self._pending = []
+        self._pending = [[] for _ in self._holders]
 
-    def apply(self, update: CacheUpdate) -> None:
+    def apply(self, update: CacheUpdate, now: float) -> None:
         """Take one message of the stream. Raises ViewLost."""
+        self.heard_at = now
+        if update.epoch != self._known_epoch:
+            if self._known_epoch is not None:
+                self._count("epoch")
+            self._known_epoch = update.epoch
         if update.epoch != self._epoch:
             if self._epoch is not None:  # the first one leaves what was predicted before it
-                self._index.clear(self._holder)
+                self._clear()
             self._epoch = update.epoch
             self.restart()
+        if not self._comparable:
+            return
         kind = update.WhichOneof("update")
         if kind == "snapshot":
-            self._snapshot(update.snapshot)
+            self._snapshot(update.snapshot, now)
         elif kind == "delta":
-            self._delta(update.delta)
+            self._delta(update.delta, now)
 
-    def _snapshot(self, snapshot: Snapshot) -> None:
+    def _snapshot(self, snapshot: Snapshot, now: float) -> None:
         self._sequence = None
         for run in snapshot.runs:
-            if run.tier == TIER_GPU:
-                self._pending.append((run.parent, list(run.keys)))
+            if _counts(run):
+                self._pending[self._rank(run)].append((_parent(run), list(run.keys)))
         if snapshot.last:
-            self._index.replace(self._holder, self._pending)
-            self._pending = []
+            for holder, runs in zip(self._holders, self._pending, strict=True):
+                self._index.replace(holder, runs, now)
+            self.restart()
             self._sequence = snapshot.sequence
 
-    def _delta(self, delta: CacheDelta) -> None:
+    def _delta(self, delta: CacheDelta, now: float) -> None:
         if self._sequence is None:
-            raise ViewLost("no_snapshot")
-        if delta.sequence != self._sequence + 1:
+            # The snapshot names the state before this delta, so it cannot come after it.
+            raise ViewLost("overtaken")
+        expected = self._sequence + 1
+        if delta.sequence != expected:
             self._sequence = None
-            raise ViewLost("gap")
+            raise ViewLost("gap" if delta.sequence > expected else "regression")
         self._sequence = delta.sequence
         if delta.cleared:
-            self._index.clear(self._holder)
+            self._clear()
         for run in delta.stored:
-            if run.tier == TIER_GPU:
-                self._index.store(self._holder, run.parent, list(run.keys))
+            if _counts(run):
+                holder = self._holders[self._rank(run)]
+                self._index.store(holder, _parent(run), list(run.keys), now)
         for gone in delta.evicted:
-            if gone.tier == TIER_GPU:
-                self._index.evict(self._holder, list(gone.keys))
+            if _counts(gone):
+                self._index.evict(self._holders[self._rank(gone)], list(gone.keys))
 
     def lost(self, reason: str) -> None:
         """Count a view that has to be taken anew."""
-        self.resyncs[reason] += 1
+        self._count(reason)
 
     def forget(self) -> None:
         """The replica is out of reach; what it holds when it comes back, its snapshot tells."""
-        self._index.clear(self._holder)
+        self._clear()
         self._epoch = None
         self.restart()
 
     def close(self) -> None:
         """The replica is gone for good."""
-        self._index.remove(self._holder)
+        if self._holders:
+            self._count("gone")
+        for holder in self._holders:
+            self._index.remove(holder)
+        self._holders = []
+
+    def _clear(self) -> None:
+        for holder in self._holders:
+            self._index.clear(holder)
+
+    def _count(self, kind: str) -> None:
+        self.recoveries[kind] += 1
+        self._totals[kind] += 1
+
+    def _rank(self, part: Run | Evicted) -> int:
+        if part.rank >= len(self._holders):
+            self._sequence = None
+            raise ViewLost("rank")
+        return part.rank
+
+
+def _counts(part: Run | Evicted) -> bool:
+    """Whether it is about blocks that a prompt can reuse as they lie."""
+    return part.tier == TIER_GPU and part.group == GROUP_ATTENTION
+
+
+def _parent(run: Run) -> int | None:
+    return run.parent if run.HasField("parent") else None

@@ -5,7 +5,7 @@ series of a replica go when it goes.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
@@ -17,6 +17,7 @@ from hotbranch import __version__
 from router.fleet.fleet import Fleet
 from router.fleet.link import Link, State
 from router.index.index import Index
+from router.index.view import RECOVERIES
 from router.schedule.dispatch import PlacingDispatcher
 
 # Seconds. From a cached prefix on a GPU to a cold long prompt on a CPU.
@@ -62,11 +63,17 @@ _ROUTED = ("tenant", "model", "replica")
 class Metrics:
     """Implements `router.api.recorder.Recorder`, in a registry of its own."""
 
-    def __init__(self, fleet: Fleet, index: Index, dispatcher: PlacingDispatcher) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: Index,
+        dispatcher: PlacingDispatcher,
+        recoveries: Mapping[str, int],
+    ) -> None:
         self.registry = registry = CollectorRegistry()
         self._fleet = fleet
         # first, so that the series of a replica that went are gone before they are read
-        registry.register(_StateCollector(fleet, index, dispatcher, self._forget_gone))
+        registry.register(_StateCollector(fleet, index, dispatcher, recoveries, self._forget_gone))
         Info("hotbranch_build", "What runs here.", registry=registry).info({"version": __version__})
         self.answers = Counter(
             "hotbranch_http_responses",
@@ -213,11 +220,13 @@ class _StateCollector(Collector):
         fleet: Fleet,
         index: Index,
         dispatcher: PlacingDispatcher,
+        recoveries: Mapping[str, int],
         before: Callable[[], None],
     ) -> None:
         self._fleet = fleet
         self._index = index
         self._dispatcher = dispatcher
+        self._recoveries = recoveries
         self._before = before
 
     def describe(self) -> list[Metric]:
@@ -243,6 +252,19 @@ class _StateCollector(Collector):
             "Prompt blocks whose keys were not remembered.",
             dispatcher.chains.hashed,
         )
+        yield CounterMetricFamily(
+            "hotbranch_index_forgotten_blocks",
+            "Reported blocks dropped to stay below index_blocks.",
+            index.forgotten,
+        )
+        recoveries = CounterMetricFamily(
+            "hotbranch_index_recoveries",
+            "Breaks in what replicas report, by kind.",
+            labels=["kind"],
+        )
+        for kind in RECOVERIES:
+            recoveries.add_metric([kind], self._recoveries.get(kind, 0))
+        yield recoveries
         placements = CounterMetricFamily(
             "hotbranch_placements", "Placements by what decided.", labels=["reason"]
         )
@@ -267,15 +289,6 @@ class _StateCollector(Collector):
             for name, value in _replica_figures(link, self._index).items():
                 families[name].add_metric([link.replica_id], value)
         yield from families.values()
-        resyncs = CounterMetricFamily(
-            "hotbranch_index_resyncs",
-            "Cache views taken anew.",
-            labels=["replica", "reason"],
-        )
-        for link in links:
-            for reason, count in link.watcher.resyncs.items():
-                resyncs.add_metric([link.replica_id, reason], count)
-        yield resyncs
 
 
 _REPLICA_GAUGES = {
@@ -287,6 +300,7 @@ _REPLICA_GAUGES = {
     "kv_cached_blocks": "Blocks in the replica's tree, as last reported.",
     "kv_total_blocks": "Blocks of the replica's pool.",
     "index_blocks_held": "Blocks the index holds for the replica.",
+    "report_age_seconds": "Since the last message of the replica's cache stream.",
 }
 
 
@@ -294,8 +308,10 @@ def _replica_figures(link: Link, index: Index) -> dict[str, float]:
     figures: dict[str, float] = {
         "in_flight": link.in_flight,
         "load_outstanding_tokens": link.outstanding.tokens,
-        "index_blocks_held": index.held_count(link.address),
+        "index_blocks_held": sum(index.held_count(holder) for holder in link.holders),
     }
+    if link.watcher.heard_at:
+        figures["report_age_seconds"] = time.monotonic() - link.watcher.heard_at
     if link.load:
         figures |= {
             "load_running": link.load.running,

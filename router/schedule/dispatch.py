@@ -9,6 +9,7 @@ from hotbranch.keys import TOKEN_BYTES, root
 from hotbranch.log import event
 from hotbranch.v1.serve_pb2 import Rejection, Sampling, Submit
 from router.fleet.fleet import Fleet
+from router.fleet.holder import Holder
 from router.fleet.link import Link
 from router.generation import Prompt, Refused, Unavailable
 from router.index.chains import KeyChains
@@ -26,11 +27,10 @@ ALIKE = 2.0  # measured speeds within this factor of the typical one are the sam
 class PlacingDispatcher:
     """Implements `router.generation.Dispatcher` over the fleet and the index."""
 
-    def __init__(self, fleet: Fleet, index: Index, prediction_s: float) -> None:
+    def __init__(self, fleet: Fleet, index: Index) -> None:
         self._fleet = fleet
         self._index = index
         self.chains = KeyChains()
-        self._prediction_s = prediction_s
         self.open_routes = 0
         self.retries = 0
         self.placements: dict[str, int] = {}
@@ -52,9 +52,10 @@ class PlacingDispatcher:
                 event(log, "retry", request_id=prompt.request_id, reason=str(problem))
             # where it fits nowhere, a replica says why
             links = [link for link in links if _fits(link, prompt)] or links
-            link, route, keys = self._dispatch(prompt, samplings, links)
+            link, holder, route, keys = self._dispatch(prompt, samplings, links)
             try:
                 await route.begun()
+                self._settle(holder, route, keys, _block_size(link))
                 return route
             except Rejected as rejected:
                 if rejected.reason == Rejection.REASON_INVALID:
@@ -68,24 +69,24 @@ class PlacingDispatcher:
                 raise
             finally:
                 if route.cached_tokens is None:
-                    self._index.withdraw(link.address, keys)
+                    self._index.withdraw(holder, keys)
             tried.add(link.address)
         raise problem
 
     def _dispatch(
         self, prompt: Prompt, samplings: Sequence[Sampling], links: Sequence[Link]
-    ) -> tuple[Link, LiveRoute, list[int]]:
+    ) -> tuple[Link, Holder, LiveRoute, list[int]]:
         now = time.monotonic()
         self._index.expire(now)
         tokens = len(prompt.token_ids) // TOKEN_BYTES
         seed = root(prompt.model, prompt.adapter, prompt.salt)
         placement, link, keys = self._place(prompt.token_ids, seed, links)
-        matched = placement.candidate.matched
+        matched, holder = placement.candidate.matched, placement.candidate.holder
         self.placements[placement.reason] = self.placements.get(placement.reason, 0) + 1
-        self._index.predict(link.address, seed, keys, now + self._prediction_s)
+        self._index.predict(holder, keys, now)
         self.open_routes += 1
         route = LiveRoute(link, len(samplings), matched, self._closed)
-        submits = [_submit(prompt, sampling, matched) for sampling in samplings]
+        submits = [_submit(prompt, sampling, matched, holder.rank) for sampling in samplings]
         route.tickets = link.submit(submits, route, tokens - matched)
         event(
             log,
@@ -93,11 +94,12 @@ class PlacingDispatcher:
             severity=logging.DEBUG,
             request_id=prompt.request_id,
             replica=link.replica_id,
+            rank=holder.rank,
             tokens=tokens,
             matched=matched,
             reason=placement.reason,
         )
-        return link, route, keys
+        return link, holder, route, keys
 
     def _place(
         self, token_ids: bytes, seed: int, links: Sequence[Link]
@@ -112,18 +114,28 @@ class PlacingDispatcher:
             keys[size] = self.chains.keys(token_ids, size, seed)
             alike = [link for link in links if _block_size(link) == size]
             match = self._index.match(keys[size])
-            depths = {link.address: match.depth(link.address) for link in alike}
+            depths = {holder: match.depth(holder) for link in alike for holder in link.holders}
             shared = min(depths.values())
             discriminator = keys[size][shared] if shared < len(keys[size]) else discriminator
             # one token is always computed, to have logits to sample from
             longest = (tokens - 1) // size
             candidates += [
-                _candidate(link, min(depths[link.address], longest) * size, typical)
+                _candidate(link, holder, min(depths[holder], longest) * size, typical)
                 for link in alike
+                for holder in link.holders
             ]
         placement = place(tokens, discriminator, candidates)
-        link = by_address[placement.candidate.replica]
+        link = by_address[placement.candidate.holder.replica]
         return placement, link, keys[_block_size(link)]
+
+    def _settle(self, holder: Holder, route: LiveRoute, keys: Sequence[int], size: int) -> None:
+        """The replica has said what it held: less than believed is taken back."""
+        cached, now = route.cached_tokens, time.monotonic()
+        if cached is None:
+            return
+        if cached < route.predicted_tokens:
+            self._index.missed(holder, keys, cached // size, now)
+        self._index.computed(holder, keys, now)
 
     def _closed(self) -> None:
         self.open_routes -= 1
@@ -147,23 +159,24 @@ def _typical_speed(links: Sequence[Link]) -> float:
     return median(measured) if measured else PREFILL_S_PER_TOKEN
 
 
-def _candidate(link: Link, matched: int, typical: float) -> Candidate:
+def _candidate(link: Link, holder: Holder, matched: int, typical: float) -> Candidate:
     load = link.load
     speed = (load.prefill_s_per_token if load else 0) or typical
     # A replica judged slow gets no work and measures nothing new, so noise would last for ever:
     # only a different kind of machine counts as slower or faster.
     alike = typical / ALIKE <= speed <= typical * ALIKE
     return Candidate(
-        replica=link.address,
+        holder=holder,
         matched=matched,
-        outstanding=link.outstanding.tokens,
+        # nobody says which rank it waits for
+        outstanding=link.outstanding.tokens // len(link.holders),
         prefill_s_per_token=typical if alike else speed,
         step_s=load.step_s if load else 0.0,
         running=load.running if load else 0,
     )
 
 
-def _submit(prompt: Prompt, sampling: Sampling, matched: int) -> Submit:
+def _submit(prompt: Prompt, sampling: Sampling, matched: int, rank: int) -> Submit:
     return Submit(
         request_id=prompt.request_id,
         model=prompt.model,
@@ -174,4 +187,5 @@ def _submit(prompt: Prompt, sampling: Sampling, matched: int) -> Submit:
         priority=prompt.priority,
         deadline_s=prompt.deadline_s,
         predicted_tokens=matched,
+        rank=rank,
     )

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+from router.fleet.holder import Holder
+
 # Measured costs of equal replicas differ by noise. Were the least one to win, it would win always,
 # and fill one cache while the others stay empty.
 TOLERANCE = 1.5
@@ -17,9 +19,9 @@ TOLERANCE = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A replica that could take the prompt. Tokens, and seconds as it measured them."""
+    """A rank that could take the prompt. Tokens, and seconds as it measured them."""
 
-    replica: str
+    holder: Holder
     matched: int  # tokens of the prompt it holds
     outstanding: int  # uncached prompt tokens it still has to prefill
     prefill_s_per_token: float
@@ -57,7 +59,7 @@ def place(tokens: int, discriminator: int, candidates: Sequence[Candidate]) -> P
     least = min(candidate.matched for candidate in candidates)
     hottest = min(candidates, key=lambda c: (-c.matched, cost(c, tokens)))
     if hottest.matched == least:
-        home, second = sorted(candidates, key=lambda c: _weight(c.replica, discriminator))[:2]
+        home, second = sorted(candidates, key=lambda c: _weight(c.holder, discriminator))[:2]
         slow = cost(home, tokens) > TOLERANCE * cost(second, tokens)
         chosen = second if slow else home
         return Placement(chosen, cost(chosen, tokens), "rendezvous")
@@ -68,5 +70,5 @@ def place(tokens: int, discriminator: int, candidates: Sequence[Candidate]) -> P
     return Placement(cheapest, cost(cheapest, tokens), "cost")
 
 
-def _weight(replica: str, discriminator: int) -> int:
-    return xxh3_64_intdigest(replica.encode(), discriminator)
+def _weight(holder: Holder, discriminator: int) -> int:
+    return xxh3_64_intdigest(f"{holder.replica}/{holder.rank}".encode(), discriminator)
