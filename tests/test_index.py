@@ -356,3 +356,17 @@ def test_namespaces_do_not_meet() -> None:
     tokens = b"\1\0\0\0" * 16
     seeds = {root("m"), root("m", "x"), root("m", "", "x"), root("mx"), root("n")}
     assert len({block_keys(tokens, 16, seed)[0] for seed in seeds}) == 5
+
+
+def test_every_depth_is_found_where_each_of_many_holders_has_its_own() -> None:
+    index = Index()
+    many = [Holder(f"r{number}", number % 2) for number in range(60)]
+    keys = keys_of((0,) * 62)
+    for depth, holder in enumerate(many):
+        index.add(holder)
+        index.store(holder, None, keys[:depth], 0.0)
+        index.predict(holder, keys[: depth // 2 + 20], 0.0)
+    match = index.match(keys)
+    depths = [match.depth(holder) for holder in many]
+    assert depths == [max(depth, depth // 2 + 20) for depth in range(60)]
+    assert match.depth(Holder("unknown")) == 0

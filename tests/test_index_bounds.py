@@ -197,3 +197,21 @@ def test_a_holder_whose_blocks_are_forgotten_stays() -> None:
     index.evict(a, keys_of((0, 0, 0))[::-1])  # it has not forgotten them itself
     index.store(a, None, keys_of((0, 1)), 2.0)
     assert index.match(keys_of((0, 1))).depth(a) == 2
+
+
+def test_a_full_index_keeps_the_freshest_predictions() -> None:
+    """Or no sibling of a burst would find the others while the index is full, which is always."""
+    index = Index(limit=160)
+    index.add(HOLDERS[0])
+    index.replace(HOLDERS[0], [], 0.0)
+    for serial in range(100):
+        space = root("m", salt=str(serial))
+        index.store(HOLDERS[0], None, block_keys(bytes(4 * 5), 1, space), float(serial))
+    assert index.blocks == 160
+    burst = [block_keys(bytes(4 * 5), 1, root("burst", salt=str(serial))) for serial in range(9)]
+    for serial, keys in enumerate(burst):
+        index.predict(HOLDERS[0], keys, 100.0 + serial)
+        assert index.match(keys).depth(HOLDERS[0]) == 5
+    assert index.blocks + index.predicted_blocks <= 160
+    depths = [index.match(keys).depth(HOLDERS[0]) for keys in burst]
+    assert depths == [0] * 7 + [5] * 2  # a sixteenth of the limit

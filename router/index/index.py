@@ -6,8 +6,9 @@ soon. A holder's match is the deeper of the two.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+from operator import itemgetter
 
 from router.fleet.holder import Holder
 from router.index.branches import Branch, hottest
@@ -17,7 +18,11 @@ from router.index.predictions import Predictions
 from router.index.tree import Depths, PrefixTree, Run
 
 PREDICTION_S = 30.0
+PREDICTED_SHARE = 16  # one part in so many of the limit is left to predictions
 COMPUTED_S = 2.0  # after a prompt was computed, its report is here or will not come
+
+
+FEW = 8  # groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +31,23 @@ class Match:
 
     _bits: Mapping[Holder, int]
     _depths: Depths
+    _by_bit: dict[int, int] = field(default_factory=dict)  # where the groups are many
 
     def depth(self, holder: Holder) -> int:
         """Blocks that a holder has; 0 for one that is unknown."""
         bit = self._bits.get(holder, 0)
-        return max((depth for bits, depth in self._depths if bits & bit), default=0)
+        if len(self._depths) <= FEW:
+            return max((depth for bits, depth in self._depths if bits & bit), default=0)
+        if not self._by_bit:
+            self._spell_out()
+        return self._by_bit.get(bit, 0)
+
+    def _spell_out(self) -> None:
+        for bits, depth in sorted(self._depths, key=itemgetter(1)):
+            while depth and bits:
+                bit = bits & -bits
+                bits ^= bit
+                self._by_bit[bit] = depth
 
 
 class Index:
@@ -249,7 +266,8 @@ class Index:
         if self._limit == inf:
             return
         while (excess := self._total() - self._limit) > 0:
-            if self._predicted.shed():
+            # but for the freshest few, without which a burst would scatter while the index is full
+            if len(self._predicted) > self._limit // PREDICTED_SHARE and self._predicted.shed():
                 continue
             if self._orphans:
                 self._forget_copies(*self._orphans.popitem())
