@@ -66,7 +66,7 @@ class EngineSettings(Common):
     chunk_tokens: Positive = Field(512, description="prefill tokens computed in one step, at most")
     max_running: Positive = Field(64, description="sequences decoded together, at most")
     max_waiting: Positive = Field(4096, description="requests waiting in the engine, at most")
-    policy: Literal["fcfs", "longest_prefix"] = Field(
+    policy: Literal["fcfs", "longest_prefix", "least_uncached", "dfs_weight"] = Field(
         "longest_prefix", description="admission order"
     )
     starvation_s: Seconds = Field(60.0, description="a request older than this goes first")

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hotbranch.settings import ReplicaSettings
 from replicas.engine import Namespace, Request, Sampling
 from replicas.radix.config import ModelConfig, UnsupportedModel, parse_config, read_config
+from replicas.radix.native_ops import NativeOps
+from replicas.radix.ops import TorchOps
 from replicas.radix.runner import ModelRunner, choose_dtype, load
 from replicas.radix.sequence import Chunk, Sequence
 
@@ -67,11 +69,15 @@ def random_ids(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("ops", [TorchOps, NativeOps])
 def test_every_family_matches_transformers_whole_chunked_and_mixed(
-    family: str, tmp_path: Path
+    family: str, ops: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny_models.make(family, tmp_path)
+    if ops is TorchOps:
+        monkeypatch.setattr("replicas.radix.native.load", lambda cache_dir: None)
+    model = tiny_models.make(family, tmp_path, wide=ops is NativeOps)
     runner = load(tmp_path, settings())
+    assert type(runner._model.ops) is ops
     free = Blocks(runner)
     long, short, tail = random_ids(300, 1), random_ids(37, 2), random_ids(21, 3)
     references = {len(ids): reference_hidden(model, ids) for ids in (long, short, tail)}
@@ -105,9 +111,10 @@ def test_sharded_weights_are_the_same_weights(tmp_path: Path) -> None:
     assert difference(model, reference_hidden(model, ids), logits) <= TOLERANCE
 
 
-def test_one_decode_batch_of_many_lengths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wide", [False, True])
+def test_one_decode_batch_of_many_lengths(wide: bool, tmp_path: Path) -> None:
     """Padding and grouping: contexts from 1 to 500 in one step, each the last of its own text."""
-    model = tiny_models.make("llama3", tmp_path)
+    model = tiny_models.make("llama3", tmp_path, wide=wide)
     runner = load(tmp_path, settings(kv_tokens=4096))
     free = Blocks(runner)
     lengths = [500, 1, 2, 128, 15, 16, 300, 17, 31, 32, 33, 63, 64, 100, 100, 127]

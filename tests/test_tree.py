@@ -16,6 +16,7 @@ from replicas.radix.tree import Node, RadixTree, common_blocks
 
 SIZE = 2  # tokens in a block
 BLOCKS = 24
+PROBATION = 8
 SPACES = (Namespace("m"), Namespace("m", salt="other"))
 
 Path = tuple[int, ...]  # one number for each block, spelled by `tokens`
@@ -52,9 +53,10 @@ class Twin:
     """A tree, and what must be in it. Every operation is checked on both sides."""
 
     pool: BlockPool = field(default_factory=lambda: BlockPool(BLOCKS))
-    tree: RadixTree = field(default_factory=lambda: RadixTree(SIZE, pin_limit=BLOCKS // 4))
+    tree: RadixTree = field(default_factory=lambda: RadixTree(SIZE, BLOCKS // 4, PROBATION))
     cached: dict[Place, int] = field(default_factory=dict)  # block of a path's last block
     used: dict[Place, float] = field(default_factory=dict)
+    proven: set[Place] = field(default_factory=set)  # found again since computed
     holds: list[Hold] = field(default_factory=list)
     pins: dict[Place, tuple[list[Place], float]] = field(default_factory=dict)
     view: set[int] = field(default_factory=set)  # what a reader of the changes believes
@@ -89,6 +91,7 @@ class Twin:
         places = self.known(space, path[: limit // SIZE])
         assert prefix.blocks == [self.cached[place] for place in places]
         self.touch(places)
+        self.proven.update(places)
         self.holds.append(Hold(space, path[: len(places)], prefix.node))
 
     def extend(self, index: int, tail: Path) -> None:
@@ -119,7 +122,12 @@ class Twin:
         expected: list[int] = []
         while len(expected) < want and (loose := self.loose()):
             inner = {(space, path[:-1]) for space, path in self.cached}
-            victim = min(loose - inner, key=lambda place: self.used[place])
+            leaves = loose - inner
+            unproven = self.cached.keys() - self.proven
+            if len(unproven) > PROBATION:
+                leaves = leaves & unproven or leaves
+            victim = min(leaves, key=lambda place: self.used[place])
+            self.proven.discard(victim)
             expected.append(self.cached.pop(victim))
         freed = self.tree.evict(want, self.now)
         assert freed == expected
@@ -155,12 +163,14 @@ class Twin:
         freed = self.tree.flush(self.now)
         loose = self.loose()
         assert sorted(freed) == sorted(self.cached.pop(place) for place in loose)
+        self.proven &= self.cached.keys()
         self.pool.free(freed)
 
     def check(self) -> None:
         assert self.tree.size == len(self.cached) == BLOCKS - self.pool.available
         self.wait(0)
         assert self.tree.evictable == len(self.loose())
+        assert self.tree.unproven == len(self.cached.keys() - self.proven)
         assert self.tree.pinned == len(self.pinned()) <= BLOCKS // 4
         self.read_changes()
         assert self.view == keys_of(self.tree.snapshot()) == {key(place) for place in self.cached}
@@ -299,7 +309,7 @@ def stored(tree: RadixTree, path: Path, first_block: int, now: float) -> None:
 
 
 def test_evicts_the_oldest_branch_from_its_tail_up_to_the_fork() -> None:
-    tree = RadixTree(SIZE, pin_limit=4)
+    tree = RadixTree(SIZE, pin_limit=4, probation=PROBATION)
     stored(tree, (0, 1, 2), 10, now=1)  # blocks 10 11 12
     stored(tree, (0, 5, 6), 20, now=2)  # 0 is shared, then 20 21
     assert tree.evict(1, now=3) == [12]
@@ -309,7 +319,7 @@ def test_evicts_the_oldest_branch_from_its_tail_up_to_the_fork() -> None:
 
 
 def test_a_pin_keeps_what_is_above_its_end_but_not_what_is_below() -> None:
-    tree = RadixTree(SIZE, pin_limit=2)
+    tree = RadixTree(SIZE, pin_limit=2, probation=PROBATION)
     stored(tree, (0, 1, 2), 10, now=1)
     assert tree.pin(SPACES[0], tokens((0, 1, 2)), 5, now=2) is None
     assert tree.pin(SPACES[0], tokens((0, 1)), 5, now=2) == 2
@@ -318,7 +328,7 @@ def test_a_pin_keeps_what_is_above_its_end_but_not_what_is_below() -> None:
 
 
 def test_there_are_no_more_pins_than_blocks_they_may_hold() -> None:
-    tree = RadixTree(SIZE, pin_limit=2)
+    tree = RadixTree(SIZE, pin_limit=2, probation=PROBATION)
     stored(tree, (0,), 10, now=1)
     assert tree.pin(SPACES[0], tokens((0, 1)), 5, now=2) == 1
     assert tree.pin(SPACES[0], tokens((0, 2)), 5, now=2) == 1
@@ -328,7 +338,7 @@ def test_there_are_no_more_pins_than_blocks_they_may_hold() -> None:
 
 
 def test_a_block_evicted_and_stored_again_within_a_step_is_no_change() -> None:
-    tree = RadixTree(SIZE, pin_limit=0)
+    tree = RadixTree(SIZE, pin_limit=0, probation=PROBATION)
     stored(tree, (0, 1, 2), 10, now=1)
     tree.changes.drain()
     tree.evict(2, now=2)
@@ -347,7 +357,7 @@ def test_chunk_after_chunk_hashes_every_block_once(monkeypatch: pytest.MonkeyPat
         return block_keys(token_ids, block_size, parent)
 
     monkeypatch.setattr("replicas.radix.tree.block_keys", counting)
-    tree = RadixTree(SIZE, pin_limit=0)
+    tree = RadixTree(SIZE, pin_limit=0, probation=PROBATION)
     node = tree.acquire(SPACES[0], b"", 0, 0).node
     for number in range(1000):
         node = tree.extend(node, tokens((number,)), [number], 0).node
@@ -356,7 +366,7 @@ def test_chunk_after_chunk_hashes_every_block_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_path_of_ten_thousand_nodes() -> None:
-    tree = RadixTree(SIZE, pin_limit=10_000)
+    tree = RadixTree(SIZE, pin_limit=10_000, probation=PROBATION)
     path = tuple(range(10_000))
     stored(tree, path, 0, now=0)
     spelled = tokens(path)
@@ -385,7 +395,7 @@ def test_double_frees_and_double_releases_raise() -> None:
         pool.free([block])
     with pytest.raises(IndexError, match="3 blocks wanted"):
         pool.alloc(3)
-    tree = RadixTree(SIZE, pin_limit=0)
+    tree = RadixTree(SIZE, pin_limit=0, probation=PROBATION)
     node = tree.acquire(SPACES[0], b"", 0, 0).node
     tree.release(node, 0)
     with pytest.raises(ValueError, match="released twice"):

@@ -39,6 +39,9 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 128,
 }
 
+# Sizes that the compiled kernels take; those above they do not.
+WIDE = {"hidden_size": 96, "intermediate_size": 112, "head_dim": 16}
+
 FAMILIES: dict[str, tuple[Any, type[PreTrainedModel], dict[str, Any]]] = {
     "llama3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3_ROPE}),
     "llama_tied": (
@@ -56,14 +59,16 @@ FAMILIES: dict[str, tuple[Any, type[PreTrainedModel], dict[str, Any]]] = {
 }
 
 
-def make(family: str, directory: Path, shard_size: str = "5GB") -> PreTrainedModel:
+def make(
+    family: str, directory: Path, shard_size: str = "5GB", wide: bool = False
+) -> PreTrainedModel:
     """Save a model of `family` into `directory` in float32, and return it in eval mode.
 
     Every parameter is random, norms and biases too: ones and zeros would hide a missing term.
     """
     config_type, model_type, overrides = FAMILIES[family]
     torch.manual_seed(sum(family.encode()))
-    model = model_type(config_type(**SHAPE | overrides))
+    model = model_type(config_type(**SHAPE | overrides | (WIDE if wide else {})))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -1,7 +1,7 @@
-"""Attention over the paged pool: what one step attends to, planned once and used by every layer.
+"""The tokens of one step, and PyTorch's way to attend over the paged pool.
 
-A step's tokens are concatenated, decode rows first. Rows that compute one token are batched with
-rows of similar context, so that padding costs less than the contexts themselves; every longer
+A step's tokens are concatenated, single tokens first. In PyTorch, single tokens are batched with
+those of similar context, so that padding costs less than the contexts themselves; every longer
 chunk attends on its own, over its block table.
 """
 
@@ -9,12 +9,76 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from replicas.radix.kv import KvPool
 from replicas.radix.sequence import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows [row, row + rows): consecutive tokens of one sequence, the first at `position`.
+
+    Its block table, which covers the last of them, is tables[table : table + blocks].
+    """
+
+    row: int
+    rows: int
+    position: int
+    table: int
+    blocks: int
+
+    @property
+    def context(self) -> int:
+        """Tokens that the last row attends to."""
+        return self.position + self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tokens of one step. Span i is the caller's chunk `order[i]`; singles come first."""
+
+    order: tuple[int, ...]
+    spans: tuple[Span, ...]
+    tokens: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int64
+    slots: Tensor  # [rows] int64, where each token's KV goes
+    tables: Tensor  # int64
+
+    @property
+    def last_rows(self) -> list[int]:
+        return [span.row + span.rows - 1 for span in self.spans]
+
+
+def lay_out(chunks: Seq[Chunk], block_size: int, device: torch.device) -> Batch:
+    """Concatenate the chunks of one step, single tokens by context, everything longer last."""
+
+    def length_then_context(i: int) -> tuple[bool, int]:
+        chunk = chunks[i]
+        return chunk.end - chunk.start > 1, chunk.end
+
+    order = sorted(range(len(chunks)), key=length_then_context)
+    spans, tokens, positions, slots, tables = [], [], [], [], []
+    row = table = 0
+    for chunk in (chunks[i] for i in order):
+        blocks = np.array(chunk.sequence.blocks[: -(-chunk.end // block_size)], dtype=np.int64)
+        position = np.arange(chunk.start, chunk.end, dtype=np.int64)
+        spans.append(Span(row, len(position), chunk.start, table, len(blocks)))
+        tokens.append(np.array(chunk.sequence.tokens[chunk.start : chunk.end], dtype=np.int64))
+        positions.append(position)
+        slots.append(blocks[position // block_size] * block_size + position % block_size)
+        tables.append(blocks)
+        row, table = row + len(position), table + len(blocks)
+
+    def joined(parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    return Batch(
+        tuple(order), tuple(spans), *(joined(p) for p in (tokens, positions, slots, tables))
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,97 +104,51 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """The tokens of one step. Planned chunk i is the caller's chunk `order[i]`."""
+class Plan:
+    """How a step attends, the same in every layer."""
 
-    order: tuple[int, ...]
-    last_rows: tuple[int, ...]  # last row of each planned chunk
-    tokens: Tensor  # [rows] int64
-    positions: Tensor  # [rows] int64
-    slots: Tensor  # [rows] int64, where each token's KV goes
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[Prefill, ...]
 
 
-def plan(chunks: Seq[Chunk], block_size: int, device: torch.device, dtype: torch.dtype) -> Batch:
-    """Lay out the chunks of one step. Masks are in `dtype`, the dtype of queries and keys."""
-    order = sorted(range(len(chunks)), key=lambda i: _group(chunks[i]))
-    tokens: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    last_rows = []
-    decodes: list[DecodeGroup] = []
-    prefills: list[Prefill] = []
-    for group, members in groupby((chunks[i] for i in order), key=_group):
-        first, grouped = len(tokens), list(members)
-        for chunk in grouped:
-            blocks = chunk.sequence.blocks
-            row = len(tokens)
-            tokens.extend(chunk.sequence.tokens[chunk.start : chunk.end])
-            positions.extend(range(chunk.start, chunk.end))
-            slots.extend(
-                blocks[i // block_size] * block_size + i % block_size
-                for i in range(chunk.start, chunk.end)
-            )
-            last_rows.append(len(tokens) - 1)
-            if group == PREFILL:
-                prefills.append(_prefill(chunk, row, block_size, device, dtype))
-        if group != PREFILL:
-            decodes.append(_decode(grouped, first, block_size, device, dtype))
-    return Batch(
-        tuple(order),
-        tuple(last_rows),
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
-        torch.tensor(slots, device=device),
-        tuple(decodes),
-        tuple(prefills),
+def plan_attention(batch: Batch, pool: KvPool) -> Plan:
+    """Masks are in the pool's dtype, which is that of queries and keys."""
+    singles = [span for span in batch.spans if span.rows == 1]
+    groups = groupby(singles, key=lambda span: span.context.bit_length())
+    return Plan(
+        tuple(_decode(list(members), batch.tables, pool) for _, members in groups),
+        tuple(_prefill(span, batch.tables, pool) for span in batch.spans[len(singles) :]),
     )
 
 
-PREFILL = 1 << 30  # sorts after every decode group
-
-
-def _group(chunk: Chunk) -> int:
-    """Single tokens by the power of two of their context, everything longer last."""
-    return chunk.end.bit_length() if chunk.end - chunk.start == 1 else PREFILL
-
-
-def _table(chunk: Chunk, block_size: int) -> list[int]:
-    return chunk.sequence.blocks[: -(-chunk.end // block_size)]
-
-
-def _prefill(
-    chunk: Chunk, row: int, block_size: int, device: torch.device, dtype: torch.dtype
-) -> Prefill:
-    rows = chunk.end - chunk.start
+def _prefill(span: Span, tables: Tensor, pool: KvPool) -> Prefill:
     mask = None
-    if chunk.start:
-        mask = torch.full((rows, chunk.end), float("-inf"), dtype=dtype, device=device)
-        mask.triu_(chunk.start + 1)  # row i sees the first start + i + 1 tokens
-    table = torch.tensor([_table(chunk, block_size)], device=device)
-    return Prefill(row, row + rows, table, chunk.end, mask)
+    if span.position:
+        mask = torch.full((span.rows, span.context), float("-inf"), dtype=pool.dtype)
+        # row i sees the first position + i + 1 tokens
+        mask = mask.triu_(span.position + 1).to(tables.device)
+    table = tables[None, span.table : span.table + span.blocks]
+    return Prefill(span.row, span.row + span.rows, table, span.context, mask)
 
 
-def _decode(
-    chunks: list[Chunk], row: int, block_size: int, device: torch.device, dtype: torch.dtype
-) -> DecodeGroup:
-    contexts = [chunk.end for chunk in chunks]
-    context = max(contexts)
-    width = -(-context // block_size)
+def _decode(spans: list[Span], tables: Tensor, pool: KvPool) -> DecodeGroup:
+    contexts = torch.tensor([span.context for span in spans])
+    context = spans[-1].context  # spans come by context
+    width = spans[-1].blocks
     # Padded with a block of the row's own: what is masked must still be finite.
-    tables = [_table(chunk, block_size) for chunk in chunks]
-    padded = [table + table[:1] * (width - len(table)) for table in tables]
+    columns = torch.arange(width)
+    places = torch.stack([span.table + columns * (columns < span.blocks) for span in spans])
     mask = None
-    if min(contexts) != context:
-        beyond = torch.arange(context) >= torch.tensor(contexts)[:, None]
-        mask = torch.zeros(beyond.shape, dtype=dtype).masked_fill_(beyond, float("-inf"))
-        mask = mask[:, None, None].to(device)
-    return DecodeGroup(row, row + len(chunks), torch.tensor(padded, device=device), context, mask)
+    if spans[0].context != context:
+        beyond = torch.arange(context) >= contexts[:, None]
+        mask = torch.zeros(beyond.shape, dtype=pool.dtype).masked_fill_(beyond, float("-inf"))
+        mask = mask[:, None, None].to(tables.device)
+    table = tables[places.to(tables.device)]
+    return DecodeGroup(spans[0].row, spans[-1].row + 1, table, context, mask)
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, layer: int, batch: Batch, pool: KvPool
+    queries: Tensor, keys: Tensor, values: Tensor, layer: int, plan: Plan, pool: KvPool
 ) -> Tensor:
     """Causal attention of all rows; their keys and values must be in the pool already.
 
@@ -139,11 +157,11 @@ def attend(
     GQA).
     """
     out = torch.empty_like(queries)
-    for group in batch.decodes:
+    for group in plan.decodes:
         out[group.start : group.stop] = _attend_decode(
             queries[group.start : group.stop], layer, group, pool
         )
-    for prefill in batch.prefills:
+    for prefill in plan.prefills:
         rows = slice(prefill.start, prefill.stop)
         if prefill.mask is None:
             context = _heads_first(keys[rows]), _heads_first(values[rows])
@@ -169,7 +187,7 @@ def _heads_first(x: Tensor) -> Tensor:
 def _attend_decode(queries: Tensor, layer: int, group: DecodeGroup, pool: KvPool) -> Tensor:
     keys, values = pool.read(layer, group.table)
     # The query heads of one KV head become rows of one product, so KV is never repeated.
-    grouped = queries.view(len(queries), keys.shape[1], -1, queries.shape[2])
+    grouped = queries.reshape(len(queries), keys.shape[1], -1, queries.shape[2])
     attended = F.scaled_dot_product_attention(
         grouped,
         keys[:, :, : group.context],

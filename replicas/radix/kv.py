@@ -26,6 +26,7 @@ class KvPool:
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
         self.blocks = blocks
+        self.dtype = dtype
         self.block_size = block_size
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -11,68 +11,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replicas.radix.attention import Batch, attend
+from replicas.radix.attention import Batch
 from replicas.radix.config import ModelConfig, Rope
 from replicas.radix.kv import KvPool
-from replicas.radix.weights import Layer, Weights
+from replicas.radix.ops import Ops
+from replicas.radix.weights import Weights
 
 
 class Model:
     """Weights and the KV pool they fill; `forward` computes one step."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, pool: KvPool) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, pool: KvPool, ops: Ops) -> None:
         self.config = config
         self.weights = weights
         self.pool = pool
+        self.ops = ops
         self.frequencies = rope_frequencies(config.rope, config.head_dim).to(weights.norm.device)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Hidden states after the last layer, [rows, hidden]; writes the rows' KV to the pool."""
-        x = F.embedding(batch.tokens, self.weights.embedding)
+        """Normed hidden states after the last layer, [rows, hidden]; writes the rows' KV to the
+        pool."""
+        config, ops, layers = self.config, self.ops, self.weights.layers
+        x = F.embedding(batch.tokens, self.weights.embedding).to(self.weights.norm.dtype)
         angles = batch.positions[:, None].float() * self.frequencies
-        cos, sin = (f(angles)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))
-        eps = self.config.norm_eps
-        for index, layer in enumerate(self.weights.layers):
-            normed = rms_norm(x, layer.attention_norm, eps)
-            x = x + self._attention(normed, index, layer, batch, cos, sin)
-            gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        return x
+        cos, sin = angles.cos(), angles.sin()
+        plan = ops.prepare(batch)
+        norms = [*(layer.attention_norm for layer in layers[1:]), self.weights.norm]
+        normed = ops.add_norm(x, None, layers[0].attention_norm)
+        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+            # heads are the middle dimension: [rows, heads + 2 * kv_heads, head_dim]
+            qkv = layer.qkv(normed).view(len(x), -1, config.head_dim)
+            qkv = ops.rotate_and_store(qkv, index, layer, batch, cos, sin)
+            attended = layer.attention_out(ops.attend(qkv, index, plan))
+            normed = ops.add_norm(x, attended, layer.mlp_norm)
+            normed = ops.add_norm(x, layer.down(ops.swiglu(layer.gate_up(normed))), next_norm)
+        return normed
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [rows, hidden] to logits [rows, vocab], float32."""
-        normed = rms_norm(hidden, self.weights.norm, self.config.norm_eps)
+    def logits(self, normed: Tensor) -> Tensor:
+        """Normed hidden states [rows, hidden] to logits [rows, vocab], float32."""
         return self.weights.head(normed).float()
-
-    def _attention(
-        self, x: Tensor, index: int, layer: Layer, batch: Batch, cos: Tensor, sin: Tensor
-    ) -> Tensor:
-        config = self.config
-        heads = [config.heads, config.kv_heads]
-        # Heads are the middle dimension: [rows, heads + 2 * kv_heads, head_dim].
-        qkv = layer.qkv(x).view(len(x), -1, config.head_dim)
-        queries_keys, values = torch.split(qkv, [sum(heads), config.kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys = torch.split(queries_keys, heads, dim=1)
-            queries = rms_norm(queries, layer.q_norm, config.norm_eps)
-            keys = rms_norm(keys, layer.k_norm, config.norm_eps)
-            queries_keys = torch.cat((queries, keys), dim=1)
-        queries, keys = torch.split(rotate(queries_keys, cos, sin), heads, dim=1)
-        self.pool.write(index, batch.slots, keys, values)
-        return layer.attention_out(attend(queries, keys, values, index, batch, self.pool))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm over the last dimension, in float32 (Zhang and Sennrich, 2019)."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + head_dim / 2]); cos and sin are [rows, 1, head_dim / 2]."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -3,6 +3,7 @@
 import os
 from array import array
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,10 +11,13 @@ from torch import Tensor
 
 from hotbranch.settings import EngineSettings
 from replicas.engine import Namespace, Request, Sampling
-from replicas.radix.attention import plan
+from replicas.radix import native
+from replicas.radix.attention import lay_out
 from replicas.radix.config import ModelConfig, UnsupportedModel, read_config
 from replicas.radix.kv import KvPool
 from replicas.radix.model import Model
+from replicas.radix.native_ops import NativeOps, PackedLinear, fits
+from replicas.radix.ops import TorchOps
 from replicas.radix.sampling import Sampler
 from replicas.radix.sequence import Chunk, Sampled, Sequence
 from replicas.radix.weights import load_weights
@@ -48,7 +52,7 @@ class ModelRunner:
         results: list[Sampled | None] = [None] * len(chunks)
         if not chunks:
             return results
-        batch = plan(chunks, self.block_size, self.device, self.dtype)
+        batch = lay_out(chunks, self.block_size, self.device)
         hidden = self._model.forward(batch)
         sampling = [
             (i, row)
@@ -65,7 +69,7 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, chunks: Seq[Chunk]) -> list[Tensor]:
         """Compute the chunks as `run` does; the logits of all their positions, [tokens, vocab]."""
-        batch = plan(chunks, self.block_size, self.device, self.dtype)
+        batch = lay_out(chunks, self.block_size, self.device)
         logits = self._model.logits(self._model.forward(batch))
         results = [logits] * len(chunks)
         for i, last in zip(batch.order, batch.last_rows, strict=True):
@@ -92,7 +96,17 @@ def load(model_dir: Path, settings: EngineSettings) -> ModelRunner:
             f"kv_tokens {settings.kv_tokens} is less than one block of {settings.block_size}"
         )
     pool = KvPool(config, blocks, settings.block_size, device, dtype)
-    runner = ModelRunner(Model(config, load_weights(model_dir, config, device, dtype), pool))
+    library = None
+    if device.type == "cpu" and dtype == torch.float32 and fits(config, settings.block_size):
+        library = native.load(settings.cache_dir)
+    if library is None:
+        weights = load_weights(model_dir, config, device, dtype)
+        model = Model(config, weights, pool, TorchOps(config, pool))
+    else:
+        project = partial(PackedLinear.of, library)
+        weights = load_weights(model_dir, config, device, dtype, project)
+        model = Model(config, weights, pool, NativeOps(library, config, pool))
+    runner = ModelRunner(model)
     _warm_up(runner)
     return runner
 

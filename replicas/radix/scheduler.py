@@ -65,7 +65,9 @@ class Scheduler:
     def __init__(self, limits: Limits, eos: frozenset[int]) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.blocks)
-        self.tree = RadixTree(limits.block_size, pin_limit=limits.blocks // 4)
+        self.tree = RadixTree(
+            limits.block_size, pin_limit=limits.blocks // 4, probation=limits.blocks * 3 // 4
+        )
         self._eos = eos
         self._works: dict[int, Work] = {}
         self._running: list[Work] = []  # by arrival

@@ -31,9 +31,14 @@ class Node:
     last_use: float
     locks: int = 0  # holders at or below
     pins: int = 0  # pins at or below
-    queued: bool = False  # has its one entry in the eviction heap
+    queued: bool = False  # has its one entry in an eviction heap
+    proven: bool = False  # was found again after it was computed
     namespace: Namespace | None = None
     children: dict[bytes, "Node"] = field(default_factory=dict)  # by the tokens of the first block
+
+
+Leaf = tuple[float, int, bool, Node]
+"""(last use, serial, proven, node), as of when it was entered into a heap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +100,38 @@ class Changes:
 class RadixTree:
     """Cached prefixes by namespace. Times are seconds of the caller's clock, never going back.
 
+    Blocks that nobody found again since they were computed are on probation: beyond `probation` of
+    them they are evicted first, so that a stream of prompts that come once does not sweep out what
+    is used. Below that, last use alone decides (compare 2Q, Johnson and Shasha 1994).
+
     `size`, `evictable` and `pinned` count blocks; `evicted` counts them since the start; `version`
     changes with every store and eviction. Expired pins count until `expire` runs.
     """
 
-    def __init__(self, block_size: int, pin_limit: int) -> None:
+    def __init__(self, block_size: int, pin_limit: int, probation: int) -> None:
         self.block_size = block_size
         self.pin_limit = pin_limit  # blocks all pins may hold together, and pins at one time
-        self.size = self.evictable = self.pinned = self.evicted = self.version = 0
+        self.probation = probation
+        self.size = self.unproven = self.evictable = self.pinned = self.evicted = self.version = 0
         self.changes = Changes()
         self._width = block_size * TOKEN_BYTES
         self._roots: dict[Namespace, Node] = {}
-        self._heap: list[tuple[float, int, Node]] = []
+        # free leaves by last use: those on probation, and the proven ones
+        self._heaps: tuple[list[Leaf], list[Leaf]] = [], []
         self._serial = count()
         self._pins: dict[int, _Pin] = {}
         self._next_expiry = inf
 
     def resident(self, namespace: Namespace, tokens: bytes, limit: int) -> int:
         """Cached leading tokens of `tokens`, whole blocks within `limit`. Changes nothing."""
+        return sum(shared for _, shared in self._walk(namespace, tokens, limit)) * self.block_size
+
+    def path(self, namespace: Namespace, tokens: bytes, limit: int) -> list[Node]:
+        """The nodes that `resident` counts, from the root on; of the last perhaps only a part."""
+        return [node for node, _ in self._walk(namespace, tokens, limit)]
+
+    def _walk(self, namespace: Namespace, tokens: bytes, limit: int) -> Iterator[tuple[Node, int]]:
+        """Nodes on the path of `tokens`, each with the blocks it shares with it."""
         node = self._roots.get(namespace)
         end = self._whole(tokens, limit)
         at = 0
@@ -120,10 +139,10 @@ class RadixTree:
             node = node.children.get(tokens[at : at + self._width])
             if node is not None:
                 shared = self._shared(node, tokens, at, end)
+                yield node, shared
                 at += shared * self._width
                 if shared < len(node.blocks):
                     break
-        return at // TOKEN_BYTES
 
     def acquire(self, namespace: Namespace, tokens: bytes, limit: int, now: float) -> Prefix:
         """Lock the longest cached prefix of `tokens`, whole blocks within `limit` tokens."""
@@ -135,6 +154,7 @@ class RadixTree:
         for node in (start, *path):
             self._lock(node)
             node.last_use = now
+            self._prove(node)
         return Prefix(path[-1] if path else start, [b for node in path for b in node.blocks])
 
     def extend(self, node: Node, tokens: bytes, blocks: Sequence[int], now: float) -> Extension:
@@ -156,8 +176,9 @@ class RadixTree:
         keys = block_keys(tokens, self.block_size, node.keys[-1])
         self.changes.store(_key(node), keys)
         self.size += len(fresh)
+        self.unproven += len(fresh)
         self.version += 1
-        if node.locks == 1 and not node.children and not node.pins and node.parent is not None:
+        if node.locks == 1 and not (node.children or node.pins or node.proven):
             # Nobody else stands here: one growing run instead of a chain of nodes.
             node.tokens += tokens
             node.blocks += fresh
@@ -186,17 +207,14 @@ class RadixTree:
         """
         self.expire(now)
         freed: list[int] = []
-        while len(freed) < want and self._heap:
-            last_use, _, node = heappop(self._heap)
-            node.queued = False
-            if node.locks or node.pins or node.children:
-                continue
-            if last_use != node.last_use:
-                self._offer(node)
-                continue
-            keep = max(0, len(node.blocks) - (want - len(freed)))
+        while len(freed) < want and (node := self._coldest()):
+            going = min(len(node.blocks), want - len(freed))
+            if not node.proven and self.unproven > self.probation:
+                going = min(going, self.unproven - self.probation)
+            keep = len(node.blocks) - going
             freed += reversed(node.blocks[keep:])
             self.changes.evict(node.keys[keep:][::-1])
+            self.unproven -= 0 if node.proven else going
             self._truncate(node, keep)
         self.size -= len(freed)
         self.evictable -= len(freed)
@@ -301,6 +319,7 @@ class RadixTree:
             last_use=node.last_use,
             locks=node.locks,
             pins=node.pins,
+            proven=node.proven,
             children={node.tokens[cut : cut + self._width]: node},
         )
         parent.children[node.tokens[: self._width]] = upper
@@ -311,6 +330,33 @@ class RadixTree:
             node.keys[keep:],
         )
         return upper
+
+    def _coldest(self) -> Node | None:
+        """The free leaf to evict from, taken out of its heap."""
+        for heap in self._heaps:
+            while heap and not self._current(heap[0]):
+                node = heappop(heap)[-1]
+                node.queued = False
+                if not (node.locks or node.pins or node.children):
+                    self._offer(node)
+        fresh, proven = self._heaps
+        if not fresh and not proven:
+            return None
+        late = not fresh or (proven and self.unproven <= self.probation and proven[0] < fresh[0])
+        node = heappop(proven if late else fresh)[-1]
+        node.queued = False
+        return node
+
+    def _current(self, leaf: Leaf) -> bool:
+        """Whether an entry is still what it was when it was entered."""
+        last_use, _, proven, node = leaf
+        free = not (node.locks or node.pins or node.children)
+        return free and last_use == node.last_use and proven == node.proven
+
+    def _prove(self, node: Node) -> None:
+        if not node.proven:
+            node.proven = True
+            self.unproven -= len(node.blocks)
 
     def _truncate(self, node: Node, keep: int) -> None:
         parent = node.parent
@@ -330,7 +376,7 @@ class RadixTree:
             del self._roots[leaf.namespace]
         elif not leaf.queued:
             leaf.queued = True
-            heappush(self._heap, (leaf.last_use, leaf.serial, leaf))
+            heappush(self._heaps[leaf.proven], (leaf.last_use, leaf.serial, leaf.proven, leaf))
 
     def _lock(self, node: Node) -> None:
         self._tighten(node)

@@ -1,9 +1,10 @@
 """The requests that wait for admission, and whose turn it is."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import Literal
 
 from hotbranch.keys import TOKEN_BYTES
@@ -12,7 +13,9 @@ from replicas.radix.tree import Node, RadixTree, common_blocks
 
 REMATCHED = 16  # requests matched against the tree again in one step, at most
 
-Policy = Literal["fcfs", "longest_prefix"]
+WINDOW = 128  # requests that dfs_weight puts in order, the oldest; matching all would be too slow
+
+Policy = Literal["fcfs", "longest_prefix", "least_uncached", "dfs_weight"]
 Order = tuple[int, int, int, float, int, "Work"]
 
 
@@ -31,6 +34,7 @@ class Work:
     node: Node | None = None
     owned: int = 0
     matched: int = 0  # tokens it would reuse
+    rank: int = WINDOW  # place in the order of dfs_weight
     seen: int = -1  # version of the tree that `matched` is of
     entry: Order | None = None  # its valid entry in the heap; none while it is deferred
 
@@ -48,10 +52,12 @@ class Work:
 class WaitingQueue:
     """Order: preempted; overdue, oldest first; lower `priority`; then the policy.
 
-    `longest_prefix` prefers the longest cached prefix, and defers a request while a running one
-    computes a block that it could reuse. `fcfs` is the plain baseline: arrival, nothing deferred.
-    Matches are estimates: what comes to the front is matched again, and a few of the others in
-    turn, so that a step costs the same however many wait. `tokens` sums what they have to prefill.
+    `longest_prefix` prefers the longest cached prefix and `least_uncached` the fewest tokens left
+    to prefill; `dfs_weight` walks the cached tree depth first, the subtree that most wait for first
+    (Zheng et al. 2024, section 3). All three defer a request while a running one computes a block
+    that it could reuse. `fcfs` is the plain baseline: arrival, nothing deferred. Matches are
+    estimates: what comes to the front is matched again, and a few of the others in turn, so that a
+    step costs the same however many wait. `tokens` sums what they have to prefill.
     """
 
     def __init__(self, tree: RadixTree, policy: Policy, starvation_s: float) -> None:
@@ -63,6 +69,7 @@ class WaitingQueue:
         self._heap: list[Order] = []
         self._rota: OrderedDict[int, Work] = OrderedDict()  # next to be matched again first
         self._deferred: list[Work] = []
+        self._last: Work | None = None  # whose turn it was
 
     def __len__(self) -> int:
         return len(self._works)
@@ -91,6 +98,8 @@ class WaitingQueue:
             id, work = next(iter(self._rota.items()))
             self._rota.move_to_end(id)
             self._rematch(work)
+        if self._policy == "dfs_weight":
+            self._rank()
 
     def next(self, now: float, running: Iterable[Work]) -> Work | None:
         """Whose turn it is; None when nobody waits but for another's prefix."""
@@ -105,6 +114,7 @@ class WaitingQueue:
             elif overdue:
                 return oldest
             elif not self._rematch(work) and not self._defer(work, running):
+                self._last = work
                 return work
         return None
 
@@ -129,13 +139,52 @@ class WaitingQueue:
         self.tokens += work.matched - matched
         work.matched = matched
 
+    def _preference(self, work: Work) -> int:
+        """What the policy puts first is least."""
+        match self._policy:
+            case "fcfs":
+                return 0
+            case "longest_prefix":
+                return -work.matched
+            case "least_uncached":
+                return len(work.sequence.tokens) - work.matched
+            case "dfs_weight":
+                return work.rank
+
+    def _rank(self) -> None:
+        """Number the oldest requests in the order of a depth-first walk of what they match.
+
+        Of the children of a node, the one that the last request went down comes first, then the one
+        that most wait for; who waits for the node itself comes last.
+        """
+        window = list(islice(self._works.values(), WINDOW))
+        paths = [self._path(work) for work in window]
+        walked = set(self._path(self._last)) if self._last else set()
+        weights = Counter(node for path in paths for node in path)
+        end = (True, 1, 0)  # after any node
+        order = sorted(
+            range(len(window)),
+            key=lambda i: [
+                *((node not in walked, -weights[node], node.serial) for node in paths[i]),
+                end,
+            ],
+        )
+        for rank, i in enumerate(order):
+            work = window[i]
+            if work.rank != rank:
+                work.rank = rank
+                if work.entry is not None:
+                    self._push(work)
+
+    def _path(self, work: Work) -> list[Node]:
+        return self._tree.path(work.sequence.request.namespace, work.data, work.matched)
+
     def _push(self, work: Work) -> None:
         """Enter the heap with the current match; an older entry turns invalid."""
         if work.preempted:
             order = (0, 0, 0)
         else:
-            longest = self._policy == "longest_prefix"
-            order = (1, work.sequence.request.priority, -work.matched if longest else 0)
+            order = (1, work.sequence.request.priority, self._preference(work))
         work.entry = (*order, work.sequence.arrival, work.serial, work)
         heappush(self._heap, work.entry)
         if len(self._heap) > 2 * len(self._works) + 64:

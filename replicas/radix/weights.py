@@ -4,7 +4,7 @@ Fusing q, k, v and gate, up turns five matrix products a layer into two wider on
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,16 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
+Projection = Callable[[Tensor], Tensor]
+"""[tokens, in] to [tokens, out]. Every matrix product of the model is one."""
+
+Project = Callable[[Tensor, Tensor | None], Projection]
+"""Makes a projection of a weight [out, in] and a bias [out], in the dtype they are stored in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A projection: [tokens, in] to [tokens, out]. Every matrix product of the model is one."""
+    """The projection of PyTorch."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None = None
@@ -36,34 +43,39 @@ class Layer:
     """One decoder layer. Norms are [hidden], or [head_dim] for `q_norm` and `k_norm`."""
 
     attention_norm: Tensor
-    qkv: Linear  # out: heads, then KV heads of keys, then of values, times head_dim
+    qkv: Projection  # out: heads, then KV heads of keys, then of values, times head_dim
     q_norm: Tensor | None
     k_norm: Tensor | None
-    attention_out: Linear
+    attention_out: Projection
     mlp_norm: Tensor
-    gate_up: Linear  # out: gate, then up
-    down: Linear
+    gate_up: Projection  # out: gate, then up
+    down: Projection
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All of a model; `head` shares the embedding's memory where they are tied."""
+    """All of a model. `embedding` may be narrower than the norms, whose dtype is the model's."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
     norm: Tensor
-    head: Linear
+    head: Projection
 
 
 Fetch = Callable[[str, tuple[int, ...]], Tensor]
 
 
 def load_weights(
-    model_dir: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype
+    model_dir: Path,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    project: Project | None = None,
 ) -> Weights:
     """Read one `model.safetensors`, or the shards its index names, one tensor at a time.
 
-    Raises UnsupportedModel when a file or tensor is missing, unreadable or of another shape.
+    `project` makes the projections, by default those of PyTorch on `device` in `dtype`. Raises
+    UnsupportedModel when a file or tensor is missing, unreadable or of another shape.
     """
     with ExitStack() as stack:
         where = _open_shards(model_dir, stack)
@@ -76,9 +88,13 @@ def load_weights(
                 raise UnsupportedModel(
                     f"{model_dir}: {name} has shape {tuple(tensor.shape)}, expected {shape}"
                 )
-            return tensor.to(device=device, dtype=dtype)
+            return tensor
 
-        return _assemble(config, fetch)
+        def linear(weight: Tensor, bias: Tensor | None) -> Projection:
+            moved = None if bias is None else bias.to(device, dtype)
+            return Linear(weight.to(device, dtype), moved)
+
+        return _assemble(config, fetch, project or linear, device, dtype)
 
 
 def _open_shards(model_dir: Path, stack: ExitStack) -> dict[str, safe_open]:
@@ -100,42 +116,51 @@ def _open_shards(model_dir: Path, stack: ExitStack) -> dict[str, safe_open]:
     return where
 
 
-def _assemble(config: ModelConfig, fetch: Fetch) -> Weights:
+def _assemble(
+    config: ModelConfig, fetch: Fetch, project: Project, device: torch.device, dtype: torch.dtype
+) -> Weights:
+    def norm(name: str, size: int) -> Tensor:
+        return fetch(f"{name}.weight", (size,)).to(device, dtype)
+
     vocab_shape = (config.vocab_size, config.hidden_size)
     embedding = fetch("model.embed_tokens.weight", vocab_shape)
+    head = embedding if config.tied_embeddings else fetch("lm_head.weight", vocab_shape)
     return Weights(
-        embedding=embedding,
-        layers=tuple(_layer(config, fetch, f"model.layers.{i}.") for i in range(config.layers)),
-        norm=fetch("model.norm.weight", (config.hidden_size,)),
-        head=Linear(embedding if config.tied_embeddings else fetch("lm_head.weight", vocab_shape)),
+        embedding=embedding.to(device, min(embedding.dtype, dtype, key=lambda d: d.itemsize)),
+        layers=tuple(
+            _layer(config, fetch, norm, project, f"model.layers.{i}.") for i in range(config.layers)
+        ),
+        norm=norm("model.norm", config.hidden_size),
+        head=project(head, None),
     )
 
 
-def _layer(config: ModelConfig, fetch: Fetch, prefix: str) -> Layer:
+def _layer(
+    config: ModelConfig,
+    fetch: Fetch,
+    norm: Callable[[str, int], Tensor],
+    project: Project,
+    prefix: str,
+) -> Layer:
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.heads * head_dim, config.kv_heads * head_dim
     qkv = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    bias = None
+    if config.qkv_bias:
+        bias = torch.cat([fetch(f"{attention}{name}.bias", (n,)) for name, n in qkv.items()])
 
-    def norm(name: str, size: int) -> Tensor:
-        return fetch(f"{prefix}{name}.weight", (size,))
+    def weights(where: str, names: Mapping[str, int], width: int) -> Tensor:
+        """Matrices of one input, side by side."""
+        return torch.cat([fetch(f"{where}{name}.weight", (n, width)) for name, n in names.items()])
 
     return Layer(
-        attention_norm=norm("input_layernorm", hidden),
-        qkv=Linear(
-            torch.cat([fetch(f"{attention}{name}.weight", (n, hidden)) for name, n in qkv.items()]),
-            torch.cat([fetch(f"{attention}{name}.bias", (n,)) for name, n in qkv.items()])
-            if config.qkv_bias
-            else None,
-        ),
-        q_norm=norm("self_attn.q_norm", head_dim) if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm", head_dim) if config.qk_norm else None,
-        attention_out=Linear(fetch(attention + "o_proj.weight", (hidden, queries))),
-        mlp_norm=norm("post_attention_layernorm", hidden),
-        gate_up=Linear(
-            torch.cat(
-                [fetch(f"{mlp}{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
-            )
-        ),
-        down=Linear(fetch(mlp + "down_proj.weight", (hidden, inner))),
+        attention_norm=norm(prefix + "input_layernorm", hidden),
+        qkv=project(weights(attention, qkv, hidden), bias),
+        q_norm=norm(attention + "q_norm", head_dim) if config.qk_norm else None,
+        k_norm=norm(attention + "k_norm", head_dim) if config.qk_norm else None,
+        attention_out=project(weights(attention, {"o_proj": hidden}, queries), None),
+        mlp_norm=norm(prefix + "post_attention_layernorm", hidden),
+        gate_up=project(weights(mlp, {"gate_proj": inner, "up_proj": inner}, hidden), None),
+        down=project(weights(mlp, {"down_proj": hidden}, inner), None),
     )
