@@ -56,11 +56,11 @@ def times(work: Callable[[T], object], items: Sequence[T]) -> list[float]:
 
 
 def decide(index: Index) -> Callable[[bytes], object]:
-    return lambda prompt: index.match(block_keys(prompt, BLOCK, SEED))
+    return lambda prompt: index.match(block_keys(prompt, BLOCK, SEED)).depths()
 
 
 def decide_seen(index: Index, chains: KeyChains) -> Callable[[bytes], object]:
-    return lambda prompt: index.match(chains.keys(prompt, BLOCK, SEED))
+    return lambda prompt: index.match(chains.keys(prompt, BLOCK, SEED)).depths()
 
 
 def dispatch(index: Index) -> Callable[[tuple[int, Sequence[int]]], object]:

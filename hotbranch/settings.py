@@ -103,7 +103,7 @@ class GatewaySettings(Common):
     )
     max_open: Positive = Field(4096, description="requests in flight, at most; beyond: 429")
     index_blocks: Positive = Field(
-        1 << 22, description="blocks the index knows of, at most; about 100 bytes each"
+        1 << 22, description="blocks the index knows of, at most; from 90 bytes each"
     )
     prediction_s: Seconds = Field(30.0, description="life of a predicted cache entry")
     drain_s: Seconds = Field(30.0, description="how long a stopping process lets requests finish")

@@ -204,7 +204,7 @@ async def test_siblings_in_a_burst_follow_before_any_report() -> None:
 
 async def test_the_index_equals_the_trees_after_evictions() -> None:
     async with setup(kv_tokens=256) as fleet:
-        for seed in range(30):
+        for seed in range(80):
             await fleet.generate(prompt(seed))
         await fleet.settled()
         assert all(replica.engine.load().evicted_blocks for replica in fleet.replicas)

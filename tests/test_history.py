@@ -2,6 +2,7 @@
 
 import random
 from bisect import bisect
+from collections import Counter
 from itertools import accumulate
 
 from hypothesis import given, settings
@@ -104,16 +105,26 @@ HistoryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count
 TestHistory = HistoryMachine.TestCase
 
 
-@given(sent=st.lists(paths, max_size=8), back=st.lists(st.integers(0, 7)))
-def test_a_prompt_that_never_ran_leaves_what_others_need(sent: list[Path], back: list[int]) -> None:
+@given(
+    sent=st.lists(paths, max_size=8),
+    ran=st.lists(st.integers(0, 7), max_size=3),
+    back=st.lists(st.integers(0, 7)),
+)
+def test_a_prompt_that_never_ran_leaves_what_others_need(
+    sent: list[Path], ran: list[int], back: list[int]
+) -> None:
+    """What others were sent for stays, and for good what one of them has run for."""
     index = Index()
     index.add(SILENT, capacity=1000)
     for path in sent:
         index.predict(SILENT, keys_of(path), 0.0)
-    gone = {sent[at] for at in back if at < len(sent)}
-    for path in gone:
+    counts, held = Counter(sent), {sent[at] for at in ran if at < len(sent)}
+    for path in held:
+        index.computed(SILENT, keys_of(path), 0, 0.0)
+    for path in (sent[at] for at in back if at < len(sent)):
         index.withdraw(SILENT, keys_of(path))
-    left = {block for path in sent if path not in gone for block in prefixes(path)}
+        counts[path] = max(0, counts[path] - 1)
+    left = {block for path in sent if path in held or counts[path] for block in prefixes(path)}
     assert index.held(SILENT) == {keys_of(block)[-1] for block in left}
 
 

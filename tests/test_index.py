@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -11,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 from hotbranch.keys import block_keys, root
 from router.fleet.holder import Holder
 from router.index.index import COMPUTED_S, Index
+from router.index.tree import Inconsistent
 
 HOLDERS = [Holder("a", 0), Holder("a", 1), Holder("b")]
 LIFE_S = 10.0
@@ -165,7 +167,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(holder=holders, data=st.data())
     def computed(self, holder: Holder, data: st.DataObject) -> None:
         path = data.draw(self.believed(holder))
-        self.index.computed(holder, keys_of(path), self.now)
+        self.index.computed(holder, keys_of(path), 0, self.now)
         if path in self.model[holder].predicted:
             end, claims = self.model[holder].predicted[path]
             end = end if claims > 1 else min(end, self.now + COMPUTED_S)
@@ -370,3 +372,33 @@ def test_every_depth_is_found_where_each_of_many_holders_has_its_own() -> None:
     depths = [match.depth(holder) for holder in many]
     assert depths == [max(depth, depth // 2 + 20) for depth in range(60)]
     assert match.depth(Holder("unknown")) == 0
+
+
+def test_a_key_in_two_places_is_refused_and_harms_nobody() -> None:
+    index = Index(limit=6)
+    other = Holder("b")
+    for holder in (A, other):
+        index.add(holder)
+    index.store(A, None, [1, 2], 0.0)
+    for run in ([3, 2], [7, 7], [8, 9, 8]):
+        with pytest.raises(Inconsistent):
+            index.store(A, None, run, 0.0)
+    assert index.match([1, 2]).depth(A) == 2
+    for number in range(100, 140, 4):
+        index.store(other, None, range(number, number + 4), 0.0)
+    assert index.blocks <= 6
+    index.clear(A)
+    index.remove(A)
+    index.remove(other)
+    assert index.blocks == 0
+
+
+def test_a_snapshot_keeps_the_heat_of_what_is_still_there() -> None:
+    index = Index()
+    index.add(A, capacity=100)
+    index.replace(A, [(None, [1, 2]), (None, [5])], 0.0)
+    index.predict(A, [1, 2, 3], 1.0)
+    (before,) = index.hottest(10, 2.0)
+    index.replace(A, [(None, [1, 2, 3])], 2.0)
+    (after,) = index.hottest(10, 2.0)
+    assert before.rate == after.rate > 0

@@ -215,3 +215,32 @@ def test_a_full_index_keeps_the_freshest_predictions() -> None:
     assert index.blocks + index.predicted_blocks <= 160
     depths = [index.match(keys).depth(HOLDERS[0]) for keys in burst]
     assert depths == [0] * 7 + [5] * 2  # a sixteenth of the limit
+
+
+def test_a_snapshot_of_what_nobody_asked_for_displaces_nothing() -> None:
+    hot, cold = HOLDERS[:2]
+    index = Index(limit=100)
+    for holder in (hot, cold):
+        index.add(holder)
+        index.replace(holder, [], 0.0)
+    used = block_keys(bytes(4 * 50), 1, SEED)
+    index.store(hot, None, used, 0.0)
+    snapshot = [block_keys(bytes(4 * 10), 1, root("m", salt=str(i))) for i in range(10)]
+    index.replace(cold, [(None, run) for run in snapshot], 1.0)
+    assert index.match(used).depth(hot) == 50
+    assert index.held_count(cold) == 50
+
+
+def test_what_was_forgotten_is_learned_again_from_those_who_find_it() -> None:
+    index = Index(limit=20)
+    index.add(HOLDERS[0])
+    index.replace(HOLDERS[0], [], 0.0)
+    old = block_keys(bytes(4 * 10), 1, SEED)
+    index.store(HOLDERS[0], None, old, 0.0)
+    for serial in range(9):
+        fresh = block_keys(bytes(4 * 10), 1, root("m", salt=str(serial)))
+        index.store(HOLDERS[0], None, fresh, 1.0)
+    assert index.match(old).depth(HOLDERS[0]) == 0
+    index.computed(HOLDERS[0], old, 8, 2.0)  # the engine said that it had eight
+    assert index.match(old).depth(HOLDERS[0]) == 8
+    assert index.blocks == 20

@@ -1,13 +1,18 @@
 """The index under churn: memory stays flat, and routers that heard the same know the same."""
 
 import gc
+import json
+import os
 import random
+import subprocess
+import sys
 import tracemalloc
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from pathlib import Path
 
 import pytest
 
@@ -279,3 +284,16 @@ def test_field_report_16_routers_that_heard_the_same_are_equal() -> None:
         first = depths(indexes[0], caches, some)
         assert any(max(row) for row in first)
         assert all(depths(index, caches, some) == first for index in indexes[1:])
+
+
+@pytest.mark.slow
+def test_resident_memory_is_flat_over_ten_minutes_of_churn() -> None:
+    """Of a process that does nothing else, at full speed, which takes far less than ten minutes."""
+    script = Path(__file__).with_name("index_soak.py")
+    environment = os.environ | {"PYTHONPATH": str(script.parents[1])}
+    output = subprocess.check_output([sys.executable, script, "600"], env=environment, text=True)
+    found = json.loads(output)
+    assert found["stored"] > 600 * 8000
+    assert found["warm"] > 60 << 20  # the index is most of it
+    assert found["largest"] < 1.05 * found["warm"], found
+    assert abs(found["last"] - found["warm"]) < 0.05 * found["warm"], found

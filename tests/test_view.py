@@ -363,3 +363,14 @@ class ViewMachine(RuleBasedStateMachine):
 
 ViewMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
 TestView = ViewMachine.TestCase
+
+
+def test_a_key_in_two_places_loses_the_view_and_not_the_link(index: Index, view: View) -> None:
+    view.apply(snapshot(1, 7, 10), 0.0)
+    twice = CacheUpdate(epoch=1, delta=CacheDelta(sequence=8, stored=[Run(keys=[11, 11])]))
+    with pytest.raises(ViewLost, match="inconsistent"):
+        view.apply(twice, 0.0)
+    assert not view.current
+    assert index.blocks == 0
+    view.forget()
+    view.close()

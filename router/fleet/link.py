@@ -43,6 +43,7 @@ CHANNEL_OPTIONS = [
 FRAME_BYTES = 16 << 20  # of submissions in one frame, well below the largest message
 DESCRIBE_TIMEOUT_S = 5.0
 INCOMPARABLE = "its block keys differ from ours: its reports are not used"
+MOST_RANKS = 1024  # a rank costs the index a bit in every set of holders
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -77,6 +78,7 @@ class Link:
         self.state = State.CONNECTING
         self.problem = ""
         self.description: Description | None = None
+        self.holders: list[Holder] = []  # its data-parallel ranks; none before it is described
         self.load: Load | None = None
         self.outstanding = Outstanding()
         self.watcher = watcher
@@ -93,12 +95,6 @@ class Link:
     @property
     def replica_id(self) -> str:
         return self.description.replica_id if self.description else self.address
-
-    @property
-    def holders(self) -> list[Holder]:
-        """Its data-parallel ranks; none before it is described."""
-        ranks = (self.description.ranks or 1) if self.description else 0
-        return [Holder(self.address, rank) for rank in range(ranks)]
 
     @property
     def in_flight(self) -> int:
@@ -179,6 +175,8 @@ class Link:
                 event(log, "replica refused", replica=self.replica_id, reason=problem)
             self.state, self.problem = State.REFUSED, problem
             return
+        ranks = range(self.description.ranks or 1)
+        self.holders = [Holder(self.address, rank) for rank in ranks]
         comparable = self.description.key_check == key_check()
         self.problem = "" if comparable else INCOMPARABLE
         self.watcher.connected(self.description, comparable)
@@ -198,6 +196,11 @@ class Link:
             return f"it serves {description.model!r}, which this router does not know"
         if ours != description.tokenizer_fingerprint:
             return f"its tokenizer or chat template of {description.model!r} differs from ours"
+        if not description.block_size or description.ranks > MOST_RANKS:
+            return (
+                f"it describes blocks of {description.block_size} tokens"
+                f" and {description.ranks} ranks"
+            )
         return ""
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[ClientFrame, ServerFrame]") -> None:
@@ -261,12 +264,12 @@ class Link:
         self.load = None
         self.outstanding = Outstanding()
         self._outbox = ClientFrame()
-        self.watcher.forget()
         receivers = dict.fromkeys(receiver for receiver, _ in self._open.values())
         self._open.clear()
         self.idle.set()
         for receiver in receivers:
             receiver.lost(reason)
+        self.watcher.forget()
 
 
 def _reason(error: BaseException) -> str:

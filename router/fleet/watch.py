@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 # A replica reports its load ten times a second. One that is stopped or wedged keeps its connection,
 # and gRPC's own pings may be answered for it or not be sent at all.
 SILENCE_S = 10.0
-PAUSE_S = 0.1  # before a lost view is taken anew
+PAUSE_S = 0.1  # before a lost view is taken anew; twice as long each time it is lost again soon
+LONGEST_PAUSE_S = 2.0
 
 
 class Disconnected(Exception):
@@ -35,8 +36,10 @@ async def watch_cache(
     Returns only when the replica has nothing to tell (UNIMPLEMENTED). Raises Disconnected, or
     AioRpcError when the connection broke. `name` is for the log.
     """
+    pause_s = PAUSE_S
     while True:
         watcher.restart()
+        began = time.monotonic()
         try:
             reason = await _follow(stub, watcher, loaded)
         except grpc.aio.AioRpcError as error:
@@ -48,7 +51,9 @@ async def watch_cache(
             reason = "overflow"
         watcher.lost(reason)
         event(log, "cache view lost", replica=name, reason=reason)
-        await asyncio.sleep(PAUSE_S)
+        lasted = time.monotonic() - began > LONGEST_PAUSE_S
+        pause_s = PAUSE_S if lasted else min(2 * pause_s, LONGEST_PAUSE_S)
+        await asyncio.sleep(pause_s)
 
 
 async def _follow(

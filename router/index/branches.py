@@ -64,10 +64,7 @@ def _branch(
     node: Node, start: int, now: float, holder_of: Callable[[int], tuple[Holder, int]]
 ) -> Branch:
     rates, held, size = {}, {}, 1
-    bits = node.holders()
-    while bits:
-        bit = bits & -bits
-        bits ^= bit
+    for bit in node.bits():
         holder, size = holder_of(bit)  # all of one node have one block size: keys tell sizes apart
         held[holder] = node.held(bit) * size
         if node.heat and bit in node.heat:

@@ -5,8 +5,8 @@ its history tells. *Predicted* blocks are what was dispatched a moment ago and w
 soon. A holder's match is the deeper of the two.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
 
@@ -15,39 +15,32 @@ from router.index.branches import Branch, hottest
 from router.index.history import History
 from router.index.orphans import Orphans
 from router.index.predictions import Predictions
-from router.index.tree import Depths, PrefixTree, Run
+from router.index.tree import Depths, PrefixTree, Run, positions
 
 PREDICTION_S = 30.0
 PREDICTED_SHARE = 16  # one part in so many of the limit is left to predictions
 COMPUTED_S = 2.0  # after a prompt was computed, its report is here or will not come
 
 
-FEW = 8  # groups
-
-
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Leading blocks by holder, as found; nothing is spelled out for holders nobody asks about."""
+    """Leading blocks by holder, as found; nothing is spelled out for those that have none."""
 
-    _bits: Mapping[Holder, int]
+    _names: Sequence[Holder]  # by position of their bit
     _depths: Depths
-    _by_bit: dict[int, int] = field(default_factory=dict)  # where the groups are many
+
+    def depths(self) -> dict[Holder, int]:
+        """The holders that have some of the path, and how many blocks."""
+        names, found = self._names, {}
+        for bits, depth in sorted(self._depths, key=itemgetter(1)):
+            if depth:
+                for position in positions(bits):
+                    found[names[position]] = depth
+        return found
 
     def depth(self, holder: Holder) -> int:
-        """Blocks that a holder has; 0 for one that is unknown."""
-        bit = self._bits.get(holder, 0)
-        if len(self._depths) <= FEW:
-            return max((depth for bits, depth in self._depths if bits & bit), default=0)
-        if not self._by_bit:
-            self._spell_out()
-        return self._by_bit.get(bit, 0)
-
-    def _spell_out(self) -> None:
-        for bits, depth in sorted(self._depths, key=itemgetter(1)):
-            while depth and bits:
-                bit = bits & -bits
-                bits ^= bit
-                self._by_bit[bit] = depth
+        """Blocks that one holder has; 0 for one that is unknown."""
+        return self.depths().get(holder, 0)
 
 
 class Index:
@@ -70,6 +63,7 @@ class Index:
         self._bits: dict[Holder, int] = {}
         self._holders: dict[int, tuple[Holder, int]] = {}  # bit -> who, and its block size
         self._everybody = 0
+        self._names: list[Holder] = []  # by position of their bit; a free one keeps its last name
         self._free: list[int] = []
         # by bit, only where there are any
         self._copies: dict[int, dict[int, int]] = {}  # key -> beyond the first one
@@ -82,7 +76,12 @@ class Index:
         had room for `capacity` blocks; 0 when that is not known, and nothing does.
         """
         self.remove(holder)
-        bit = self._free.pop() if self._free else 1 << len(self._bits)
+        if self._free:
+            bit = self._free.pop()
+            self._names[bit.bit_length() - 1] = holder
+        else:
+            bit = 1 << len(self._names)
+            self._names.append(holder)
         self._bits[holder] = bit
         self._holders[bit] = holder, block_size
         self._everybody |= bit
@@ -136,10 +135,12 @@ class Index:
     def replace(self, holder: Holder, runs: Iterable[Run], now: float) -> None:
         """The holder holds exactly these runs, whatever was reported before."""
         bit = self._bits[holder]
-        self._forget_reports(bit)
+        heats = self._reported.heats(bit)
         self._history.close(bit)
+        self._forget_reports(bit)
         for parent, keys in runs:
             self._store(bit, parent, keys, now, served=False)
+        self._reported.reheat(bit, heats, now)
         self._bound()
 
     def predict(self, holder: Holder, keys: Sequence[int], now: float) -> None:
@@ -156,10 +157,18 @@ class Index:
             self._predicted.withdraw(self._bits[holder], keys)
             self._history.withdraw(self._bits[holder], keys)
 
-    def computed(self, holder: Holder, keys: Sequence[int], now: float) -> None:
-        """A prompt has its first token: its report is on the way, and tells the truth from now."""
-        if holder in self._bits:
-            self._predicted.computed(self._bits[holder], keys, now + COMPUTED_S)
+    def computed(self, holder: Holder, keys: Sequence[int], have: int, now: float) -> None:
+        """A prompt that found `have` of its blocks has its first token: its report is on the way,
+        and tells the truth from now on.
+        """
+        bit = self._bits.get(holder)
+        if bit is None:
+            return
+        self._predicted.computed(bit, keys, now + COMPUTED_S)
+        self._history.computed(bit, keys)
+        if self.forgotten:  # the holder has them still, and will not report them again
+            self._reported.store(bit, None, keys[:have], now, served=True)
+            self._bound()
 
     def missed(self, holder: Holder, keys: Sequence[int], have: int, now: float) -> None:
         """A prompt found only `have` of its blocks: what was merely believed beyond them goes.
@@ -179,7 +188,7 @@ class Index:
         """How much of a prompt each holder has, from the root on."""
         bits = self._everybody
         return Match(
-            self._bits, self._reported.match(keys, bits) + self._predicted.match(keys, bits)
+            self._names, self._reported.match(keys, bits) + self._predicted.match(keys, bits)
         )
 
     def hottest(self, limit: int, now: float) -> list[Branch]:
@@ -218,29 +227,50 @@ class Index:
         if bit not in self._orphans:
             new = self._reported.store(bit, parent, keys, now, served)
         if new < 0:
-            self._store_one_by_one(bit, parent, keys, now, served)
+            self._store_among_orphans(bit, parent, keys, now, served)
         elif new < len(keys):
             self._copy(bit, keys[: len(keys) - new])
 
-    def _store_one_by_one(
+    def _store_among_orphans(
         self, bit: int, parent: int | None, keys: Sequence[int], now: float, served: bool
     ) -> None:
-        """`store` for a holder with orphans: blocks may be there, or bring others back."""
+        """`store` for a holder with orphans: some of the blocks may be, or bring others back."""
         orphans = self._orphans.setdefault(bit, Orphans())
-        for key in keys:
-            if key in orphans or self._reported.holds(bit, key):
-                self._copy(bit, [key])
-            elif self._reported.store(bit, parent, [key], now, served) < 0:
-                assert parent is not None
-                orphans.add(parent, key)
-            else:
-                for below, orphan in orphans.adopt(key):
-                    self._reported.store(bit, below, [orphan], now, served=False)
-            parent = key
+        start = 0
+        for i, key in enumerate(keys):
+            if key in orphans or orphans.below(key):
+                self._store_beside(bit, parent, keys[start:i], now, served)
+                parent = keys[i - 1] if i else parent
+                self._store_beside(bit, parent, [key], now, served)
+                parent, start = key, i + 1
+        self._store_beside(bit, parent, keys[start:], now, served)
         if not orphans:
             del self._orphans[bit]
 
+    def _store_beside(
+        self, bit: int, parent: int | None, keys: Sequence[int], now: float, served: bool
+    ) -> None:
+        """Store a run that is no orphan, or one block that may be one."""
+        if not keys:
+            return
+        orphans = self._orphans[bit]
+        if keys[0] in orphans:
+            self._copy(bit, keys)
+            return
+        new = self._reported.store(bit, parent, keys, now, served)
+        if new >= 0:
+            self._copy(bit, keys[: len(keys) - new])
+            for below, orphan in orphans.adopt(keys[-1]):
+                self._reported.store(bit, below, [orphan], now, served=False)
+        else:
+            for key in keys:
+                assert parent is not None, "a root is always there"
+                orphans.add(parent, key)
+                parent = key
+
     def _copy(self, bit: int, keys: Sequence[int]) -> None:
+        if not keys:
+            return
         copies = self._copies.setdefault(bit, {})
         for key in keys:
             copies[key] = copies.get(key, 0) + 1
@@ -277,8 +307,8 @@ class Index:
     def _forget(self, limit: int) -> None:
         """Let the coldest reported blocks go, and what is known of them beside the tree."""
         before = len(self._reported)
-        for bit, (_, keys) in self._reported.forget(limit):
-            self._history.forgotten(bit, keys)
+        for bit, (above, keys) in self._reported.forget(limit):
+            self._history.forgotten(bit, above, keys)
             self._forget_copies(bit, keys)
         self.forgotten += before - len(self._reported)
 

@@ -20,6 +20,10 @@ class Orphans:
     def __contains__(self, key: int) -> bool:
         return key in self._parents
 
+    def below(self, key: int) -> bool:
+        """Whether there are orphans right below a block."""
+        return key in self._children
+
     def __iter__(self) -> Iterator[int]:
         return iter(self._parents)
 

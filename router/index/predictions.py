@@ -6,12 +6,17 @@ before any report is there; the report then says the same for good.
 
 from collections import deque
 from collections.abc import Sequence
-from math import inf
+from typing import NamedTuple
 
 from router.index.tree import Depths, PrefixTree
 
-_UNCLAIMED = (0.0, 0)
-_NEVER = (inf, 0)
+
+class _End(NamedTuple):
+    """Of a predicted path: when its life ends, and how many prompts count on it."""
+
+    until: float
+    claims: int
+    keys: Sequence[int]
 
 
 class Predictions:
@@ -19,11 +24,10 @@ class Predictions:
 
     def __init__(self) -> None:
         self._tree = PrefixTree()
-        # (bit, last key of a path) -> end of life, prompts that count on it
-        self._ends: dict[tuple[int, int], tuple[float, int]] = {}
-        # by end of life: as predicted, and as shortened since
-        self._queue: deque[tuple[float, int, Sequence[int]]] = deque()
-        self._computed: deque[tuple[float, int, Sequence[int]]] = deque()
+        self._ends: dict[tuple[int, int], _End] = {}  # by bit and last key
+        # (time, bit, last key) of ends, as predicted and as shortened since; some are out of date
+        self._queue: deque[tuple[float, int, int]] = deque()
+        self._computed: deque[tuple[float, int, int]] = deque()
 
     def __len__(self) -> int:
         """Distinct predicted blocks."""
@@ -36,29 +40,30 @@ class Predictions:
         """Predict a path; `until` never decreases from call to call."""
         if keys:
             self._tree.store(bit, None, keys, until, served=False)
-            claims = self._ends.get((bit, keys[-1]), _UNCLAIMED)[1]
-            self._ends[bit, keys[-1]] = until, claims + 1
-            self._queue.append((until, bit, keys))
+            known = self._ends.get((bit, keys[-1]))
+            self._ends[bit, keys[-1]] = _End(until, known.claims + 1 if known else 1, keys)
+            self._queue.append((until, bit, keys[-1]))
 
     def withdraw(self, bit: int, keys: Sequence[int]) -> None:
         """Take back what was predicted for a prompt; what others count on stays."""
-        if not keys:
-            return
-        until, claims = self._ends.get((bit, keys[-1]), _UNCLAIMED)
-        if claims > 1:
-            self._ends[bit, keys[-1]] = until, claims - 1
-        elif claims:
-            self._cut(bit, keys)
+        end = self._ends.get((bit, keys[-1])) if keys else None
+        if end and end.claims > 1:
+            self._ends[bit, keys[-1]] = end._replace(claims=end.claims - 1)
+        elif end and end.claims:
+            self._cut(bit, keys[-1])
 
     def computed(self, bit: int, keys: Sequence[int], until: float) -> None:
         """A prompt no longer counts on its prediction, whose life now ends at `until` at the latest
         unless another one does. `until` never decreases from call to call.
         """
-        if keys and (end := self._ends.get((bit, keys[-1]))):
-            left = max(0, end[1] - 1)
-            self._ends[bit, keys[-1]] = (end[0] if left else min(end[0], until)), left
-            if not left:
-                self._computed.append((until, bit, keys))
+        end = self._ends.get((bit, keys[-1])) if keys else None
+        if end is None:
+            return
+        left = max(0, end.claims - 1)
+        sooner = end.until if left else min(end.until, until)
+        self._ends[bit, keys[-1]] = end._replace(claims=left, until=sooner)
+        if not left:
+            self._computed.append((until, bit, keys[-1]))
 
     def missed(self, bit: int, keys: Sequence[int], have: int) -> None:
         """The holder had only the first `have` blocks: the rest goes, whoever counts on it."""
@@ -72,28 +77,30 @@ class Predictions:
         """Forget the paths whose life has ended."""
         for queue in (self._queue, self._computed):
             while queue and queue[0][0] <= now:
-                _, bit, keys = queue.popleft()
-                if self._ends.get((bit, keys[-1]), _NEVER)[0] <= now:
-                    self._cut(bit, keys)
+                self._drop(queue, now)
 
     def shed(self) -> bool:
         """Forget the path that was predicted first; whether there was one."""
-        if not self._queue:
-            return False
-        until, bit, keys = self._queue.popleft()
-        if self._ends.get((bit, keys[-1]), _NEVER)[0] <= until:
-            self._cut(bit, keys)
-        return True
+        if self._queue:
+            self._drop(self._queue, self._queue[0][0])
+            return True
+        return False
 
     def remove(self, bit: int) -> None:
         """Forget all of a holder."""
-        self._tree.remove(bit)
-        for end in [end for end in self._ends if end[0] == bit]:
-            del self._ends[end]
+        if self._tree.count(bit):
+            self._tree.remove(bit)
+            for end in [end for end in self._ends if end[0] == bit]:
+                del self._ends[end]
 
-    def _cut(self, bit: int, keys: Sequence[int]) -> None:
-        del self._ends[bit, keys[-1]]
-        self._trim(bit, keys)
+    def _drop(self, queue: deque[tuple[float, int, int]], now: float) -> None:
+        _, bit, last = queue.popleft()
+        end = self._ends.get((bit, last))
+        if end and end.until <= now:
+            self._cut(bit, last)
+
+    def _cut(self, bit: int, last: int) -> None:
+        self._trim(bit, self._ends.pop((bit, last)).keys)
 
     def _trim(self, bit: int, keys: Sequence[int]) -> None:
         """Forget the end of a path that nobody counts on."""

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from router.index.heat import COLD, Heat, warmed
+from router.index.heat import COLD, Heat, rate, warmed
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +47,20 @@ class Node:
             if self.heat:
                 self.heat.pop(bit, None)
 
-    def holders(self) -> int:
+    def bits(self) -> list[int]:
         """The bits of all that hold some of the run."""
-        return self.full | sum(self.partial)
+        return [*(1 << place for place in positions(self.full)), *self.partial]
+
+
+_SET = [[place for place in range(8) if byte >> place & 1] for byte in range(256)]
+
+
+def positions(bits: int) -> Iterator[int]:
+    """Where a number has its ones, byte by byte: its length costs a step only every eight bits."""
+    for at, byte in enumerate(bits.to_bytes((bits.bit_length() + 7) // 8, "little")):
+        if byte:
+            for place in _SET[byte]:
+                yield 8 * at + place
 
 
 Depths = list[tuple[int, int]]
@@ -57,6 +68,10 @@ Depths = list[tuple[int, int]]
 
 Run = tuple[int | None, Sequence[int]]
 """Block keys, and the key before them; None at a root."""
+
+
+class Inconsistent(ValueError):
+    """A key in two places: two paths cannot have one name. Nothing of the run was stored."""
 
 
 class PrefixTree:
@@ -114,7 +129,7 @@ class PrefixTree:
 
         Those that it had already are a leading part of the run; how many are new to it, which is
         heat if they were `served` just now. -1, and nothing is stored, when it does not have the
-        parent: the run could not be matched.
+        parent: the run could not be matched. Raises Inconsistent.
         """
         node, at = self.root, 0
         if parent is not None:
@@ -128,7 +143,7 @@ class PrefixTree:
             if at == len(node.keys):
                 child = node.children.get(keys[i])
                 if child is None:
-                    node = self._grow(node, bit, keys[i:])
+                    node = self._grow(node, bit, keys[i:], served)
                     new += len(keys) - i
                     break
                 node, at = child, 0
@@ -142,8 +157,10 @@ class PrefixTree:
                     node.hold(bit, at)
             else:
                 node = self._split(node, at)
+                self._warm(node, bit, 0, now)
         self._counts[bit] = self._counts.get(bit, 0) + new
-        self._warm(node, bit, new if served else 0, now)
+        if served:
+            self._warm(node, bit, new, now)
         return new
 
     def serve(self, bit: int, keys: Sequence[int], now: float) -> None:
@@ -185,17 +202,44 @@ class PrefixTree:
         while len(self) > limit:
             node = next(iter(self._order))
             keep = max(0, len(node.keys) - (len(self) - limit))
-            bits = node.holders()
-            while bits:
-                bit = bits & -bits
-                bits ^= bit
-                lost: list[Run] = []
-                self._cut(node, bit, keep, lost)
-                losses += [(bit, run) for run in lost]
+            above = node.keys[keep - 1] if keep else _last_key(node.parent)
+            for bit in node.bits():
+                if (held := node.held(bit)) > keep:
+                    losses.append((bit, (above, node.keys[keep:held])))
+                    self._counts[bit] -= held - keep
+                    node.hold(bit, keep)
+            self._trim(node)
         return losses
+
+    def heats(self, bit: int) -> list[tuple[Heat, int]]:
+        """Where a holder's heat is: by the last of its blocks in each run."""
+        return [
+            (heat, node.keys[node.held(bit) - 1])
+            for node in self._nodes()
+            if node.heat and (heat := node.heat.get(bit))
+        ]
+
+    def reheat(self, bit: int, heats: list[tuple[Heat, int]], now: float) -> None:
+        """Put heat back where a holder still has the blocks, and let them be used last."""
+        for heat, key in sorted(heats, key=lambda entry: rate(entry[0], now)):
+            node = self._where.get(key)
+            if node is not None and self.holds(bit, key):
+                node.heat = (node.heat or {}) | {bit: heat}
+                self._warm(node, bit, 0, now)
+
+    def path(self, key: int) -> list[int]:
+        """The keys from the root down to a known one."""
+        node: Node | None = self._where[key]
+        assert node is not None
+        runs = [node.keys[: _position(node, key) + 1]]
+        while (node := node.parent) is not None:
+            runs.append(node.keys)
+        return [key for run in reversed(runs) for key in run]
 
     def remove(self, bit: int) -> None:
         """Forget all that a holder has."""
+        if not self._counts.get(bit):
+            return
         for node in list(self.root.children.values()):
             self._cut(node, bit, 0, [])
         if self.root.heat:
@@ -227,12 +271,16 @@ class PrefixTree:
 
     def held(self, bit: int) -> Iterator[Sequence[int]]:
         """Runs that a holder has, parents before children."""
+        for node in self._nodes():
+            if count := node.held(bit):
+                yield node.keys[:count]
+
+    def _nodes(self) -> Iterator[Node]:
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
-            if count := node.held(bit):
-                yield node.keys[:count]
+            yield node
 
     def _warm(self, node: Node | None, bit: int, blocks: int, now: float) -> None:
         """Blocks were served on the path that ends at a node: it is the most recently used one."""
@@ -245,17 +293,31 @@ class PrefixTree:
                 node.heat[bit] = warmed(node.heat.get(bit, COLD), blocks, now)
             node = node.parent
 
-    def _grow(self, node: Node, bit: int, keys: Sequence[int]) -> Node:
+    def _grow(self, node: Node, bit: int, keys: Sequence[int], served: bool) -> Node:
         """Add blocks that nobody has, below the end of a run; the node they are on."""
+        size = len(self._where)
         if node.full == bit and not node.partial and not node.children and node.parent:
             node.keys += keys
         else:
             child = Node(node, list(keys), bit)
             node.children[keys[0]] = child
             self._order[child] = None
+            if not served:
+                self._order.move_to_end(child, last=False)  # nobody has asked for it here
             node = child
         self._where.update(dict.fromkeys(keys, node))
+        if len(self._where) < size + len(keys):
+            self._ungrow(node, len(keys))
+            raise Inconsistent
         return node
+
+    def _ungrow(self, node: Node, count: int) -> None:
+        """Take back blocks that took the place of others, which only a defect elsewhere sends."""
+        del node.keys[len(node.keys) - count :]
+        if not node.keys and node.parent is not None:
+            node.parent.children = {k: n for k, n in node.parent.children.items() if n is not node}
+            del self._order[node]
+        self._where = {key: node for node in self._nodes() for key in node.keys}
 
     def _split(self, node: Node, at: int) -> Node:
         """Make the first `at` blocks of a run a node of their own, above it; that node."""

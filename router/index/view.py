@@ -16,11 +16,13 @@ from hotbranch.v1.replica_pb2 import Description
 from router.fleet.holder import Holder
 from router.fleet.watcher import ViewLost
 from router.index.index import Index
+from router.index.tree import Inconsistent
 
 RECOVERIES = (
     "gap",  # a number is missing
     "regression",  # a number came again, or a smaller one
     "overtaken",  # a delta came before the snapshot was complete
+    "inconsistent",  # one key in two places
     "rank",  # a rank that the replica did not describe
     "ended",  # the stream ended
     "overflow",  # the replica ended it: this router read too slowly
@@ -86,11 +88,15 @@ class View:
             self.restart()
         if not self._comparable:
             return
-        kind = update.WhichOneof("update")
-        if kind == "snapshot":
-            self._snapshot(update.snapshot, now)
-        elif kind == "delta":
-            self._delta(update.delta, now)
+        try:
+            if update.HasField("snapshot"):
+                self._snapshot(update.snapshot, now)
+            elif update.HasField("delta"):
+                self._delta(update.delta, now)
+        except Inconsistent:
+            self._clear()
+            self.restart()
+            raise ViewLost("inconsistent") from None
 
     def _snapshot(self, snapshot: Snapshot, now: float) -> None:
         self._sequence = None
@@ -130,6 +136,7 @@ class View:
         """The replica is out of reach; what it holds when it comes back, its snapshot tells."""
         self._clear()
         self._epoch = None
+        self.heard_at = 0.0
         self.restart()
 
     def close(self) -> None:

@@ -58,18 +58,19 @@ class PlacingDispatcher:
                 self._settle(holder, route, keys, _block_size(link))
                 return route
             except Rejected as rejected:
+                self._index.withdraw(holder, keys)
                 if rejected.reason == Rejection.REASON_INVALID:
                     raise Refused(str(rejected)) from None
                 full = rejected.reason == Rejection.REASON_OVERLOADED
                 problem = Unavailable(str(rejected), overloaded=full)
             except Lost as lost:
+                self._index.withdraw(holder, keys)
                 problem = Unavailable(f"the replica was lost: {lost}")
             except BaseException:
-                route.cancel()
-                raise
-            finally:
                 if route.cached_tokens is None:
                     self._index.withdraw(holder, keys)
+                route.cancel()
+                raise
             tried.add(link.address)
         raise problem
 
@@ -110,17 +111,17 @@ class PlacingDispatcher:
         candidates = []
         discriminator = seed
         typical = _typical_speed(links)
-        for size in {_block_size(link) for link in links}:
+        for size in sorted({_block_size(link) for link in links}):
             keys[size] = self.chains.keys(token_ids, size, seed)
             alike = [link for link in links if _block_size(link) == size]
             match = self._index.match(keys[size])
-            depths = {holder: match.depth(holder) for link in alike for holder in link.holders}
-            shared = min(depths.values())
+            depths = match.depths()
+            shared = min(depths.get(holder, 0) for link in alike for holder in link.holders)
             discriminator = keys[size][shared] if shared < len(keys[size]) else discriminator
             # one token is always computed, to have logits to sample from
             longest = (tokens - 1) // size
             candidates += [
-                _candidate(link, holder, min(depths[holder], longest) * size, typical)
+                _candidate(link, holder, min(depths.get(holder, 0), longest) * size, typical)
                 for link in alike
                 for holder in link.holders
             ]
@@ -131,11 +132,9 @@ class PlacingDispatcher:
     def _settle(self, holder: Holder, route: LiveRoute, keys: Sequence[int], size: int) -> None:
         """The replica has said what it held: less than believed is taken back."""
         cached, now = route.cached_tokens, time.monotonic()
-        if cached is None:
-            return
-        if cached < route.predicted_tokens:
+        if cached is not None and cached < route.predicted_tokens:
             self._index.missed(holder, keys, cached // size, now)
-        self._index.computed(holder, keys, now)
+        self._index.computed(holder, keys, (cached or 0) // size, now)
 
     def _closed(self) -> None:
         self.open_routes -= 1
@@ -150,7 +149,8 @@ def _fits(link: Link, prompt: Prompt) -> bool:
     """Whether the replica's context and pool have room for the prompt and a token behind it."""
     assert link.description is not None, "a ready link is described"
     pool = link.description.capacity_blocks * link.description.block_size
-    return len(prompt.token_ids) // TOKEN_BYTES < min(link.description.max_context, pool)
+    room = min(link.description.max_context, pool or link.description.max_context)
+    return len(prompt.token_ids) // TOKEN_BYTES < room
 
 
 def _typical_speed(links: Sequence[Link]) -> float:

@@ -7,6 +7,7 @@ request counts, and each candidate is judged on its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from xxhash import xxh3_64_intdigest
 
@@ -57,12 +58,16 @@ def place(tokens: int, discriminator: int, candidates: Sequence[Candidate]) -> P
     if len(candidates) == 1:
         return Placement(candidates[0], cost(candidates[0], tokens), "only")
     least = min(candidate.matched for candidate in candidates)
-    hottest = min(candidates, key=lambda c: (-c.matched, cost(c, tokens)))
-    if hottest.matched == least:
-        home, second = sorted(candidates, key=lambda c: _weight(c.holder, discriminator))[:2]
+    longest = max(candidate.matched for candidate in candidates)
+    if longest == least:
+        home, second = nsmallest(2, candidates, key=lambda c: _weight(c.holder, discriminator))
         slow = cost(home, tokens) > TOLERANCE * cost(second, tokens)
         chosen = second if slow else home
         return Placement(chosen, cost(chosen, tokens), "rendezvous")
+    hottest = min(
+        (candidate for candidate in candidates if candidate.matched == longest),
+        key=lambda c: cost(c, tokens),
+    )
     cheapest = min(candidates, key=lambda c: cost(c, tokens))
     saved = (hottest.matched - cheapest.matched) * hottest.prefill_s_per_token
     if cost(hottest, tokens) <= cost(cheapest, tokens) + saved / 2:
