@@ -164,7 +164,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert node.full  # no end of a run is nobody's
             for child in node.children.values():
                 assert place[child] < place[node]
-                assert child.holders() & ~node.full == 0
+                assert sum(child.bits()) & ~node.full == 0
                 stack.append(child)
         assert seen == set(place)
         assert len(tree._where) == sum(len(node.keys) for node in seen)
