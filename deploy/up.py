@@ -149,7 +149,7 @@ def _ray(settings: UpSettings) -> Iterator[Place]:
     try:
         with progress.shown(sys.stderr) as report:
             report("joining Ray" if _foreign() else "starting Ray", 0.0)
-            context: Any = ray.init(**options)
+            context = _joined(options)
         signal.signal(signal.SIGTERM, _interrupt)  # ray.init took it
         names = ray.util.list_named_actors(all_namespaces=True)
         owns_serve = all(name["namespace"] != SERVE_NAMESPACE for name in names)
@@ -164,6 +164,17 @@ def _ray(settings: UpSettings) -> Iterator[Place]:
             ray.shutdown()
             if temp_dir and not keep_logs:
                 shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _joined(options: dict[str, Any]) -> Any:
+    """Ray's context. Raises StartError: what Ray raises when it cannot start has no common type."""
+    import ray
+
+    try:
+        return ray.init(**options)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise StartError(f"Ray does not start: {reason}") from None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -12,11 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TextIO
+from typing import TextIO
 
 import httpx
 import pytest
-import ray
 
 from deploy import panel
 from deploy.app import build
@@ -24,6 +24,21 @@ from deploy.registry import EXPIRY_S, Beat, Directory
 from hotbranch.load_settings import SettingsError
 
 WAIT_S = 200
+FOREIGN = """
+import sys, ray
+context = ray.init(
+    address="local", include_dashboard=False, num_cpus=3, object_store_memory=80 << 20
+)
+print(context.address_info["address"], flush=True)
+sys.stdin.read()
+ray.shutdown()
+"""
+UNTOUCHED = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+assert ray.get(ray.put("alive")) == "alive"
+assert not ray.util.list_named_actors(all_namespaces=True)
+"""
 SMALL = ["--port=0", "--kv-tokens=2048", "--max-context=1024", "--drain-s=5"]
 
 
@@ -232,23 +247,32 @@ def test_ctrl_c_ends_everything_that_was_started(fleet: Fleet) -> None:
 
 @pytest.fixture(scope="module")
 def foreign_ray() -> Iterator[str]:
-    """The address of a Ray that is not ours to end."""
+    """The address of a Ray that is not ours to end.
+
+    It is started by a process of its own: Ray forks, which this one must not do with the threads of
+    gRPC in it. All who join know one token.
+    """
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     # Ray lets its workers starve behind anything else, such as the tests beside this one.
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    context: Any = ray.init(
-        address="local",
-        include_dashboard=False,
-        num_cpus=3,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-    )
-    yield context.address_info["address"]
-    ray.shutdown()
+    environment = os.environ | {"RAY_worker_niceness": "0"}
+    command = [sys.executable, "-c", FOREIGN]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        try:
+            address = process.stdout.readline().strip()
+            assert address, "it did not start"
+            yield address
+        finally:
+            process.stdin.close()  # it ends its Ray
+            process.wait(WAIT_S)
+            del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]
 
 
-def assert_untouched() -> None:
-    assert ray.get(ray.put("alive"), timeout=WAIT_S) == "alive"
-    assert not ray.util.list_named_actors(all_namespaces=True)
+def assert_untouched(address: str) -> None:
+    subprocess.run([sys.executable, "-c", UNTOUCHED, address], check=True, timeout=WAIT_S)
 
 
 @pytest.mark.slow
@@ -257,7 +281,7 @@ def test_foreign_ray_loses_only_our_application(foreign_ray: str) -> None:
         fleet.wait_ready()
         assert fleet.chat("Hello").status_code == 200
         assert fleet.interrupt() == 0, fleet.stderr()
-    assert_untouched()
+    assert_untouched(foreign_ray)
 
 
 @pytest.mark.slow
@@ -267,4 +291,4 @@ def test_a_replica_that_cannot_start_says_why(foreign_ray: str) -> None:
         (reason,) = (line for line in fleet.stderr().splitlines() if "cannot start" in line)
         assert reason.startswith("hotbranch: replica cannot start: ")
         assert "Traceback" not in fleet.stderr()
-    assert_untouched()
+    assert_untouched(foreign_ray)
