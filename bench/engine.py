@@ -170,7 +170,7 @@ def measure(bench: Bench, names: Iterable[str], model: dict[str, float]) -> list
 def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: rounded(inner) for key, inner in value.items()}
-    return round(value, 3) if isinstance(value, float) else value
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main() -> int:
