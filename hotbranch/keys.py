@@ -7,9 +7,8 @@ Both sides hash token ids themselves; no engine's own hashes enter. A collision 
 the engine compares tokens.
 """
 
-import struct
 from functools import lru_cache
-from struct import Struct
+from struct import Struct, pack
 
 from xxhash import xxh3_64_intdigest
 
@@ -29,7 +28,7 @@ def key_check() -> int:
 
     Raises ValueError when what is installed here computes other keys than the contract says.
     """
-    prompt = struct.pack(f"<{3 * GROUP}I", *range(3 * GROUP))
+    prompt = pack(f"<{3 * GROUP}I", *range(3 * GROUP))
     key = block_keys(prompt, 2, root("model", "adapter", "salt"))[-1]
     if key != KNOWN:
         raise ValueError(f"xxhash computes block keys of its own here ({key:016x}): reinstall it")

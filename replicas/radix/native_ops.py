@@ -39,7 +39,7 @@ class PackedLinear:
     same, and half as much is read.
     """
 
-    library: CDLL
+    kernels: CDLL
     panels: Tensor  # [out / PANEL, in, PANEL], bfloat16 or float32
     bias: Tensor | None
 
@@ -55,7 +55,7 @@ class PackedLinear:
         count, width, _ = self.panels.shape
         out = torch.empty(len(x), count * PANEL)
         narrow = self.panels.dtype == torch.bfloat16
-        product = self.library.product_bfloat16 if narrow else self.library.product_float32
+        product = self.kernels.product_bfloat16 if narrow else self.kernels.product_float32
         panels = self.panels.data_ptr()
         product(x.data_ptr(), len(x), width, panels, out.data_ptr(), count * PANEL)
         return out if self.bias is None else out.add_(self.bias)
