@@ -302,6 +302,16 @@ def test_a_prediction_that_is_renewed_lives_on() -> None:
     assert index.match(keys).depth(A) == 0
 
 
+def test_to_be_computed_prolongs_no_life() -> None:
+    index = Index(prediction_s=LIFE_S)
+    index.add(A)
+    keys = keys_of(PATH)
+    index.predict(A, keys, 0.0)
+    index.computed(A, keys, 0, LIFE_S - COMPUTED_S / 2)
+    index.expire(LIFE_S)
+    assert index.predicted_blocks == 0
+
+
 def test_ranks_of_one_replica_are_told_apart() -> None:
     index = reporting(Holder("a", 0), Holder("a", 1))
     keys = keys_of(PATH)

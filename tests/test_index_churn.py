@@ -150,7 +150,7 @@ def knowing(caches: Sequence[Cache], limit: float = inf) -> Index:
     return index
 
 
-@pytest.mark.parametrize(("limit", "prompts_a_round"), [(inf, 200), (12_000, 80)])
+@pytest.mark.parametrize(("limit", "prompts_a_round"), [(inf, 200), (12_000, 400)])
 def test_field_report_24_memory_is_flat_under_churn(limit: float, prompts_a_round: int) -> None:
     """At full speed; replicas start anew, or others with other names take their place."""
     prompts, rng = Prompts(24), random.Random(24)

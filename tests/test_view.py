@@ -1,12 +1,8 @@
 """A replica's cache stream: gaps, regressions, new epochs, snapshots, ranks, tiers, groups."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotbranch.v1.cache_pb2 import (
     GROUP_ATTENTION,
@@ -24,7 +20,7 @@ from hotbranch.v1.replica_pb2 import Description
 from router.fleet.holder import Holder
 from router.fleet.watcher import ViewLost
 from router.index.index import Index
-from router.index.view import RECOVERIES, View
+from router.index.view import View
 
 R = Holder("r")
 DESCRIPTION = Description(block_size=16, capacity_blocks=100, ranks=1)
@@ -226,143 +222,6 @@ def test_ranks_come_and_go_with_the_description(index: Index, view: View) -> Non
     view.connected(DESCRIPTION, comparable=True)
     with pytest.raises(KeyError):
         index.predict(second, [1], 0.0)
-
-
-CHAINS = {10: None, 11: 10, 12: 11, 13: 11, 14: None}
-"""Each key with the one before it."""
-runs_of_keys = st.lists(st.sampled_from(sorted(CHAINS)), max_size=5)
-ranks = st.sampled_from((0, 1))
-Change = tuple[int, list[int], list[int]]
-"""Of a rank: stored, and evicted."""
-changes = st.lists(st.tuples(ranks, runs_of_keys, runs_of_keys), max_size=3)
-
-
-def runs(rank: int, keys: Sequence[int]) -> list[Run]:
-    return [Run(parent=CHAINS[key], keys=[key], rank=rank) for key in keys]
-
-
-class ViewMachine(RuleBasedStateMachine):
-    """A replica and its stream. `held` is what the router should take it to hold."""
-
-    @initialize()
-    def begin(self) -> None:
-        self.index = Index()
-        self.totals: Counter[str] = Counter()
-        self.view = View(self.index, "r", self.totals)
-        self.counted: Counter[str] = Counter()
-        self.holders = [Holder("r", 0), Holder("r", 1)]
-        self.truth: list[Counter[int]] = [Counter(), Counter()]
-        self.held: list[Counter[int]] = [Counter(), Counter()]
-        self.epoch = 1
-        self.sequence = 0
-        self.heard: int | None = None  # the last epoch
-        self.follows = False
-        self.view.connected(Description(block_size=16, ranks=2), comparable=True)
-        self.view.restart()
-
-    @rule(change=changes, cleared=st.sampled_from((False, False, False, True)))
-    def change(self, change: list[Change], cleared: bool) -> None:
-        """Told in order: cleared, stored, evicted."""
-        update = self._change(change, cleared)
-        if not self.follows:
-            self._loses(update, "overtaken")
-            return
-        self.view.apply(update, 0.0)
-        self.held = [Counter(bag) for bag in self.truth]
-
-    @rule(change=changes, slip=st.sampled_from((-2, -1, 1, 2)))
-    def slip(self, change: list[Change], slip: int) -> None:
-        """A delta comes at another place than its own; it is lost, and so is the view."""
-        update = self._change(change, cleared=False)
-        update.delta.sequence = max(0, self.sequence + slip)
-        reason = "gap" if slip > 0 else "regression"
-        self._loses(update, reason if self.follows else "overtaken")
-
-    @rule(cut=st.booleans(), late=changes)
-    def snapshot(self, cut: bool, late: list[Change]) -> None:
-        """In a message for each rank; the stream may be cut between, and the cache go on."""
-        parts = [runs(rank, list(bag.elements())) for rank, bag in enumerate(self.truth)]
-        self._hears()
-        for rank, part in enumerate(parts):
-            last = rank == 1
-            message = Snapshot(runs=part, last=last, sequence=self.sequence)
-            self.view.apply(CacheUpdate(epoch=self.epoch, snapshot=message), 0.0)
-            self.follows = last
-            if cut:
-                self.view.restart()
-                self._change(late, cleared=False)
-                return
-        self.held = [Counter(bag) for bag in self.truth]
-
-    @rule(kept=runs_of_keys)
-    def new_epoch(self, kept: list[int]) -> None:
-        """The replica starts anew; the router knows when it hears of it."""
-        self.epoch += 1
-        self.sequence = 0
-        self.truth = [Counter(kept), Counter()]
-        self.follows = False
-
-    @rule()
-    def load(self) -> None:
-        self._hears()
-        self.view.apply(CacheUpdate(epoch=self.epoch, load=Load(running=1)), 0.0)
-
-    @rule()
-    def reconnect(self) -> None:
-        self.view.forget()
-        self.view.connected(Description(block_size=16, ranks=2), comparable=True)
-        self.view.restart()
-        self.counted["reconnect"] += 1
-        self.follows = False
-        self.held = [Counter(), Counter()]
-
-    def _change(self, change: list[Change], cleared: bool) -> CacheUpdate:
-        message = CacheDelta(cleared=cleared)
-        self.sequence += 1
-        message.sequence = self.sequence
-        if cleared:
-            self.truth = [Counter(), Counter()]
-        for rank, stored, _ in change:
-            message.stored.extend(runs(rank, stored))
-            self.truth[rank].update(stored)
-        for rank, _, evicted in change:
-            message.evicted.append(Evicted(keys=evicted, rank=rank))
-            self.truth[rank] -= Counter(evicted)
-        return CacheUpdate(epoch=self.epoch, delta=message)
-
-    def _hears(self) -> None:
-        """Something of the epoch is heard; of a new one, that the old one's blocks are gone."""
-        if self.heard not in (None, self.epoch):
-            self.counted["epoch"] += 1
-            self.held = [Counter(), Counter()]
-        self.heard = self.epoch
-
-    def _loses(self, update: CacheUpdate, reason: str) -> None:
-        self._hears()
-        with pytest.raises(ViewLost, match=reason):
-            self.view.apply(update, 0.0)
-        self.view.lost(reason)
-        self.view.restart()
-        self.counted[reason] += 1
-        self.follows = False
-
-    @invariant()
-    def holds_what_was_told(self) -> None:
-        for holder, bag in zip(self.holders, self.held, strict=True):
-            assert self.index.held(holder) == set(bag)
-            for tip in CHAINS:
-                chain = [tip]
-                while (above := CHAINS[chain[0]]) is not None:
-                    chain.insert(0, above)
-                depth = next((i for i, key in enumerate(chain) if key not in bag), len(chain))
-                assert self.index.match(chain).depth(holder) == depth
-        assert self.view.current == self.follows or self.heard != self.epoch
-        assert self.view.recoveries == self.totals == self.counted
-        assert set(self.counted) <= set(RECOVERIES)
-
-
-ViewMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=40, deadline=None)
-TestView = ViewMachine.TestCase
 
 
 def test_a_key_in_two_places_loses_the_view_and_not_the_link(index: Index, view: View) -> None:
