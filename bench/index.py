@@ -125,7 +125,7 @@ def compare(report: dict[str, Any], prompts: Sequence[bytes]) -> None:
     """Ours and the peer's, in turn; the median round of each."""
     peer = Peer() if PEER.exists() else None
     chains = [block_keys(prompt, BLOCK, SEED) for prompt in prompts]
-    index, seen = filled(prompts, REPLICAS), KeyChains(1 << 16)
+    index, seen = filled(prompts, REPLICAS), KeyChains(1 << 23)
     rounds: dict[str, list[float]] = {}
 
     def note(**figures: float) -> None:
@@ -164,7 +164,7 @@ def scale(report: dict[str, Any]) -> None:
         report[f"decision_{replicas}_replicas_us_p50"] = percentile(took, 0.5)
     for thousands in (1, 8, 32, 128):
         prompts = [tokens.tobytes() for tokens in sequences(40, thousands * 1024 // BLOCK)]
-        index, seen = filled(prompts, REPLICAS), KeyChains(1 << 16)
+        index, seen = filled(prompts, REPLICAS), KeyChains(1 << 23)
         times(decide_seen(index, seen), prompts)
         for name, work in (("", decide(index)), ("seen_", decide_seen(index, seen))):
             took = [t for _ in range(3) for t in times(work, prompts)]
