@@ -59,10 +59,6 @@ class Shape:
         own = aligned(self.suffix + self.reply) + ALIGN  # the block that the prefix ends in, too
         return aligned(self.prefix) + running * own
 
-    def alone(self, kv_tokens: int) -> int:
-        """Requests that such a pool holds when none of them shares anything; at least one."""
-        return max(1, kv_tokens // aligned(self.prefix + self.suffix + self.reply))
-
 
 RAG = Shape(groups=4, requests=24, shared=(1000, 500), own=(200, 50), reply=32)
 VOICE = Shape(groups=16, requests=12, shared=(2000,), own=(60,), reply=16)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bench.engine_h100 import decode_rate, prefill_rate, step_seconds
-from bench.engine_limit import Costs, speedup_limit
 from bench.engine_workloads import (
     CHAT,
     RAG,
@@ -91,7 +90,6 @@ def test_a_pool_has_room_for_one_hot_set_and_not_for_two() -> None:
         # a prefix ends within a block, which every request then holds a copy of
         assert shape.prefix + 8 * (shape.suffix + shape.reply + 31) <= room
         assert room < 2 * shape.prefix + 8 * (shape.suffix + shape.reply) + 600
-    assert RAG.alone(RAG.kv_tokens(8)) == 2
 
 
 def test_scaling_shortens_the_texts_only() -> None:
@@ -109,20 +107,6 @@ def test_chats_have_many_turns_and_long_tails() -> None:
     assert 50 < lengths[len(lengths) // 2] < 72
     assert lengths[-1] == CHAT.longest and lengths[0] >= 1
     assert context(load.sessions) <= CHAT.most_turns * 2 * CHAT.longest
-
-
-def test_the_limit_is_the_ratio_of_the_two_times() -> None:
-    shape = Shape(groups=2, requests=5, shared=(1500,), own=(250,), reply=33)
-    costs = Costs(1.75, 1.5, 0.25, 0.02, 0.005)
-    without, reused = 10 * (1.75 + 32 * 0.02), 2 * 1.5 + 10 * (0.25 + 32 * 0.005)
-    assert speedup_limit(shape, costs) == pytest.approx(without / reused)
-
-
-def test_the_limit_tends_to_the_saved_share_as_a_prefix_is_used_more() -> None:
-    costs = Costs(1.75, 1.5, 0.25, 0.0, 0.0)
-    few, many = (speedup_limit(replace(RAG, requests=n), costs) for n in (1, 10**6))
-    assert few == pytest.approx(1.0)
-    assert many == pytest.approx(7.0, rel=1e-4)
 
 
 def test_the_timing_model_gives_its_anchors() -> None:
