@@ -26,6 +26,7 @@ from bench.engine_points import FULL, POOL, QUICK, RUNNING, Bench, Point
 from bench.engines.side import ROOT, Side
 from hotbranch.embedded import resolve_model
 from hotbranch.settings import EngineSettings
+from replicas.radix.runner import cpu_has_bfloat16
 
 PEER = ROOT / ".venv-vllm/bin/python"
 THREADS = 2
@@ -122,7 +123,8 @@ def start_vllm() -> Side:
         "VLLM_USE_AOT_COMPILE": "0",  # what it saves it cannot load, and compiles every time
     }
     command = [str(PEER), "-m", "bench.peers.vllm_engine", str(directory), str(POOL), str(RUNNING)]
-    return Side([*command, "float32", "compiled"], environment)
+    dtype = "bfloat16" if cpu_has_bfloat16() else "float32"
+    return Side([*command, dtype, "compiled"], environment)
 
 
 class Others:

@@ -1,6 +1,6 @@
-"""kernels.c, compiled for this machine: the CPU path of the engine in float32.
+"""The folder kernels/, compiled for this machine: the CPU path of the engine.
 
-It is compiled on first use, in about a second, and kept in the cache directory. Without a compiler,
+It is compiled on first use, in some seconds, and kept in the cache directory. Without a compiler,
 or where the result does not load, the engine runs on PyTorch's own operators.
 """
 
@@ -11,16 +11,18 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence as Seq
 from ctypes import c_float, c_long, c_void_p
 from pathlib import Path
+from typing import Any
 
-import torch  # noqa: F401  # its OpenMP runtime must be loaded before the kernels ask for one
+import torch  # its OpenMP runtime must be loaded before the kernels ask for one
 from xxhash import xxh3_64_hexdigest
 
 from hotbranch.log import event
 
-SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = [
+SOURCES = Path(__file__).with_name("kernels")
+FLAGS = (
     "-O3",
     "-march=native",
     "-fno-math-errno",
@@ -28,43 +30,55 @@ FLAGS = [
     "-fopenmp",
     "-fPIC",
     "-shared",
-]
+)
 COMPILE_S = 120.0
-PANEL = 16  # columns of a packed weight panel
-SPAN = 64  # the largest block
+LARGEST_BLOCK = 64
+MULTIPLE = 16  # of which every size of a model is one
 
 _P, _L, _F = c_void_p, c_long, c_float
-_SIGNATURES = {
-    "product_float32": [_P, _L, _L, _P, _P, _L],
-    "product_bfloat16": [_P, _L, _L, _P, _P, _L],
+_SIGNATURES: dict[str, list[Any]] = {
+    "product": [_P, _L, _L, _P, _P, _L],
     "add_norm": [_P, _P, _P, _F, _P, _L, _L],
     "swiglu": [_P, _P, _L, _L],
     "rotate_and_store": [_P, _P, _P, _F, _P, _P, _P, _P, _P, _L, _L, _L, _L],
-    "attend": [_P, _L, _P, _P, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _F],
-    "attend_chunk": [_P, _L, _P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _F],
+    "attend": [_P, _L, _P, _P, _P, _P, _P, _P, _L, _P, _P, _L, _L, _L, _L, _F],
+    "attend_chunk": [_P, _L, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _F],
 }
 
 log = logging.getLogger(__name__)
 
 
-def load(cache_dir: Path) -> ctypes.CDLL | None:
-    """The library, or None with a line in the log that says why."""
+class Kernels:
+    """The functions of the library, by their names in C."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self.panel: int = 2 * self._library.lanes()
+        self.dtypes = {torch.float32}
+        if self._library.has_bfloat16():
+            self.dtypes.add(torch.bfloat16)
+
+    def function(self, name: str, kind: str) -> "ctypes._NamedFuncPointer":
+        found = self._library[f"{name}_{kind}"]
+        found.argtypes = _SIGNATURES[name]
+        found.restype = None
+        return found
+
+
+def load(cache_dir: Path, flags: Seq[str] = ()) -> Kernels | None:
+    """The kernels, or None with a line in the log that says why. `flags` are the compiler's."""
     try:
-        library = ctypes.CDLL(str(_compiled(cache_dir)))
+        return Kernels(_compiled(cache_dir, [*FLAGS, *flags]))
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", "") or str(error)
         event(log, "no native kernels", logging.WARNING, reason=reason.strip().partition("\n")[0])
         return None
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
-    return library
 
 
-def _compiled(cache_dir: Path) -> Path:
+def _compiled(cache_dir: Path, flags: list[str]) -> Path:
     """The path of the compiled library. Raises OSError or SubprocessError."""
-    source = SOURCE.read_bytes()
-    name = xxh3_64_hexdigest(source + " ".join([*FLAGS, _machine()]).encode())
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.is_file())
+    name = xxh3_64_hexdigest(sources + " ".join([*flags, _machine()]).encode())
     target = cache_dir.expanduser() / "kernels" / f"{name}.so"
     if target.exists():
         return target
@@ -74,7 +88,7 @@ def _compiled(cache_dir: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / "kernels.so"
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(built), "-lm"]
+        command = [compiler, *flags, str(SOURCES / "kernels.c"), "-o", str(built), "-lm"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_S)
         built.rename(target)  # at once, whoever else compiles
     return target

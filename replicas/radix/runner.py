@@ -38,7 +38,7 @@ class ModelRunner:
         self.block_size = model.pool.block_size
         self.capacity_blocks = model.pool.blocks
         self.device = model.weights.norm.device
-        self.dtype = model.weights.norm.dtype
+        self.dtype = model.pool.dtype
         self._model = model
         self._sampler = Sampler()
 
@@ -96,19 +96,28 @@ def load(model_dir: Path, settings: EngineSettings) -> ModelRunner:
             f"kv_tokens {settings.kv_tokens} is less than one block of {settings.block_size}"
         )
     pool = KvPool(config, blocks, settings.block_size, device, dtype)
-    library = None
-    if device.type == "cpu" and dtype == torch.float32 and fits(config, settings.block_size):
-        library = native.load(settings.cache_dir)
-    if library is None:
+    kernels = _kernels(config, device, dtype, settings)
+    if kernels is None:
         weights = load_weights(model_dir, config, device, dtype)
         model = Model(config, weights, pool, TorchOps(config, pool))
     else:
-        project = partial(PackedLinear.of, library)
-        weights = load_weights(model_dir, config, device, dtype, project)
-        model = Model(config, weights, pool, NativeOps(library, config, pool))
+        # What the kernels sum up, and so what comes between two products, is float32.
+        project = partial(PackedLinear.of, kernels, dtype)
+        weights = load_weights(model_dir, config, device, torch.float32, project)
+        model = Model(config, weights, pool, NativeOps(kernels, config, pool))
     runner = ModelRunner(model)
     _warm_up(runner)
     return runner
+
+
+def _kernels(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, settings: EngineSettings
+) -> native.Kernels | None:
+    """Those that compute this model in `dtype`, if there are any."""
+    if device.type != "cpu" or dtype == torch.float16 or not fits(config, settings.block_size):
+        return None
+    kernels = native.load(settings.cache_dir)
+    return kernels if kernels and dtype in kernels.dtypes else None
 
 
 def choose_device(name: str) -> torch.device:
@@ -130,11 +139,12 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     if name != "auto":
         return DTYPES[name]
     if device.type == "cpu":
-        return torch.bfloat16 if _cpu_has_bfloat16() else torch.float32
+        return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
     return DTYPES.get(config.dtype, torch.float32)
 
 
-def _cpu_has_bfloat16() -> bool:
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU has instructions that multiply it."""
     found = torch.cpu.get_capabilities()
     return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
