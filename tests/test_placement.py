@@ -97,21 +97,21 @@ def test_the_choice_costs_at_most_half_its_saving_more_than_the_cheapest(
 
 def test_outstanding_adds_what_was_sent_since_the_report() -> None:
     outstanding = Outstanding()
-    outstanding.sent(1, 500, now=1.0)
-    outstanding.reported(700, now=2.0)
+    outstanding.sent(1, 500)
+    outstanding.reported(700)
     assert outstanding.tokens == 700
-    outstanding.sent(2, 300, now=3.0)
+    outstanding.sent(2, 300)
     assert outstanding.tokens == 1000
     outstanding.settled(2)
     outstanding.settled(2)
     assert outstanding.tokens == 700
     outstanding.settled(1)
-    outstanding.reported(0, now=4.0)
+    outstanding.reported(0)
     assert outstanding.tokens == 0
 
 
 def test_outstanding_is_never_below_our_own_work() -> None:
     outstanding = Outstanding()
-    outstanding.sent(1, 500, now=1.0)
-    outstanding.reported(0, now=1.001)  # left the replica before it saw the request
+    outstanding.sent(1, 500)
+    outstanding.reported(0)  # left the replica before it saw the request
     assert outstanding.tokens == 500

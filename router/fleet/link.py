@@ -112,7 +112,7 @@ class Link:
             self._outbox.submit.append(submit)
             tickets.append(submit.ticket)
         self.idle.clear()
-        self.outstanding.sent(tickets[0], uncached, time.monotonic())
+        self.outstanding.sent(tickets[0], uncached)
         self._wake.set()
         return tickets
 
@@ -244,7 +244,7 @@ class Link:
 
     def _loaded(self, load: Load) -> None:
         self.load = load
-        self.outstanding.reported(load.outstanding_tokens, time.monotonic())
+        self.outstanding.reported(load.outstanding_tokens)
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs name no methods

@@ -6,18 +6,18 @@ request of one interval to one worker). Other routers' work is only in the repor
 
 
 class Outstanding:
-    """Pure; times in seconds of the caller's clock."""
+    """Pure."""
 
     def __init__(self) -> None:
         self._reported = 0
-        self._reported_at = float("-inf")
-        self._sent: dict[int, tuple[float, int]] = {}  # ticket -> (time, tokens), not begun yet
+        self._reports = 0
+        self._sent: dict[int, tuple[int, int]] = {}  # ticket -> (reports before it, tokens)
         self._ours = 0
         self._since_report = 0
 
-    def sent(self, ticket: int, tokens: int, now: float) -> None:
+    def sent(self, ticket: int, tokens: int) -> None:
         """A request was submitted that needs `tokens` of prefill."""
-        self._sent[ticket] = (now, tokens)
+        self._sent[ticket] = (self._reports, tokens)
         self._ours += tokens
         self._since_report += tokens
 
@@ -25,15 +25,15 @@ class Outstanding:
         """The request produced its first token, or ended. Idempotent."""
         entry = self._sent.pop(ticket, None)
         if entry is not None:
-            time, tokens = entry
+            reports, tokens = entry
             self._ours -= tokens
-            if time > self._reported_at:
+            if reports == self._reports:
                 self._since_report -= tokens
 
-    def reported(self, tokens: int, now: float) -> None:
+    def reported(self, tokens: int) -> None:
         """The replica's own figure arrived."""
         self._reported = tokens
-        self._reported_at = now
+        self._reports += 1
         self._since_report = 0
 
     @property
