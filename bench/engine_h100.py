@@ -1,19 +1,16 @@
-"""The timing model of one H100 that serves Llama-3.1-8B in bfloat16.
+"""What one H100 that serves Llama-3.1-8B in bfloat16 would do: the simulator's timing model.
 
 It was fitted to published measurements of vLLM and SGLang, and is within a fifth of them.
 """
 
+from replicas.simulated.profile import DEFAULT, Profile
+
+H100 = Profile.load(DEFAULT)
+
 
 def step_seconds(prefill: int = 0, decoding: int = 0, context: int = 0) -> float:
-    """A step that prefills one cold chunk and decodes so many sequences, each of that context.
-
-    What a step takes however little it computes; each token's products; the reading of the
-    context's KV; attention within the chunk.
-    """
-    products = 0.020 * (prefill + decoding)
-    reading = 4.5e-5 * decoding * context
-    attention = 1.05e-6 * prefill * prefill / 2
-    return (6.6 + products + reading + attention) / 1000
+    """A step that prefills one cold chunk and decodes so many sequences, each of that context."""
+    return H100.step(prefill, prefill * prefill / 2, decoding, decoding * context)
 
 
 def prefill_rate(tokens: int) -> float:

@@ -14,22 +14,40 @@ import hotbranch
 from hotbranch import log
 from hotbranch.flags import Parser, add_flags
 from hotbranch.load_settings import FIELDS, SettingsError, flag, load_settings, suggestion
-from hotbranch.settings import Common, ReplicaSettings, RouterSettings, UpSettings
+from hotbranch.settings import (
+    Common,
+    ReplicaSettings,
+    RouterSettings,
+    SimulateSettings,
+    UpSettings,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`entry` is a module with `run(settings) -> exit status`, imported only to be run."""
+    """`entry` is a module with `run(settings) -> exit status`, imported only to be run.
+
+    `bare` names the setting that an argument without a flag gives. What `serves` needs the model.
+    """
 
     summary: str
     settings: type[Common]
     entry: str | None
+    bare: str = ""
+    serves: bool = True
 
 
 COMMANDS: Mapping[str, Command] = {
     "up": Command("start replicas and a router on Ray", UpSettings, "deploy.up"),
     "router": Command("run one router", RouterSettings, "router.main"),
     "replica": Command("run one replica", ReplicaSettings, "replicas.main"),
+    "simulate": Command(
+        "play a trace on a simulated fleet",
+        SimulateSettings,
+        "bench.fleet.main",
+        bare="trace",
+        serves=False,
+    ),
     "model": Command("make the model ready and print its directory", Common, None),
 }
 SOURCES = (
@@ -67,9 +85,12 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     """The flags of `argv` by setting name, with `command` and `config`. Raises SettingsError."""
     known, extra = _parser().parse_known_args(argv)
     arguments = vars(known)
+    command = COMMANDS.get(arguments.get("command") or "")
+    if extra and command and command.bare and not extra[0].startswith("-"):
+        # Not argparse's: it takes an optional argument for absent when a flag comes first.
+        arguments[command.bare] = extra.pop(0)
     if extra:
-        name = arguments.get("command")
-        raise SettingsError(_unexpected(extra[0], COMMANDS.get(name or "")))
+        raise SettingsError(_unexpected(extra[0], command))
     return arguments
 
 
@@ -84,7 +105,9 @@ def _unexpected(argument: str, command: Command | None) -> str:
 
 
 def _run(program: str, command: Command, settings: Common) -> int:
-    """Make the model ready, with its progress shown, then run the command."""
+    """Make the model ready where it is needed, with its progress shown, then run the command."""
+    if command.entry and not command.serves:
+        return int(importlib.import_module(command.entry).run(settings))
     from hotbranch import embedded, progress  # only now: --help need not wait for numpy
 
     try:
@@ -113,7 +136,7 @@ def _parser() -> Parser:
             name,
             help=command.summary,
             description=command.summary[0].upper() + command.summary[1:] + ".",
-            usage=f"hotbranch {name} [flags]",
+            usage=" ".join(["hotbranch", name, *filter(None, [command.bare.upper()]), "[flags]"]),
             epilog=SOURCES,
             argument_default=argparse.SUPPRESS,
             formatter_class=partial(argparse.HelpFormatter, max_help_position=34),

@@ -39,7 +39,7 @@ def add_flags(parser: Parser, kind: type[BaseModel]) -> None:
                 continue
             many = get_origin(field.annotation) in (list, dict)
             group.add_argument(
-                flag(name),
+                *_flags(name, field),
                 dest=name,
                 action="append" if many else "store",
                 metavar=_metavar(field),
@@ -53,6 +53,13 @@ def _is_record(field: FieldInfo) -> bool:
         isinstance(item, type) and issubclass(item, BaseModel)
         for item in get_args(field.annotation)
     )
+
+
+def _flags(name: str, field: FieldInfo) -> list[str]:
+    """The flag of a setting, after the shorter one that it may have."""
+    extra = field.json_schema_extra
+    short = [str(extra["alias"])] if isinstance(extra, dict) and "alias" in extra else []
+    return [*short, flag(name)]
 
 
 def _metavar(field: FieldInfo) -> str:

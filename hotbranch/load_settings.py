@@ -15,11 +15,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hotbranch.settings import ReplicaSettings, RouterSettings, UpSettings
+from hotbranch.settings import ReplicaSettings, RouterSettings, SimulateSettings, UpSettings
 
 PREFIX = "HOTBRANCH_"
 CONFIG = "HOTBRANCH_CONFIG"
 FIELDS: Mapping[str, FieldInfo] = {
+    **SimulateSettings.model_fields,
     **ReplicaSettings.model_fields,
     **RouterSettings.model_fields,
     **UpSettings.model_fields,

@@ -56,7 +56,12 @@ class Common(BaseModel):
 class EngineSettings(Common):
     """Settings of the engine of a replica."""
 
-    engine: Literal["radix"] = Field("radix", description="engine")
+    engine: Literal["radix", "simulated"] = Field(
+        "radix", description="engine; simulated: the timing of a GPU, without one"
+    )
+    profile: str = Field(
+        "h100-llama-3.1-8b", description="simulated GPU and model: a name, or a .yaml file"
+    )
     device: str = Field("auto", description="torch device: auto, cpu, cuda, cuda:1")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="weights")
     threads: int = Field(0, ge=0, description="torch threads; 0: all cores")
@@ -138,3 +143,64 @@ class RaySettings(BaseModel):
 
 class UpSettings(EngineSettings, GatewaySettings, RaySettings):
     """Settings of a fleet on Ray, which places replicas and tells the router where they are."""
+
+
+class SimulateSettings(Common):
+    """Settings of a simulation."""
+
+    trace: str = Field("", description="file of requests, or shape:NAME; also the bare argument")
+    replicas: Positive = Field(8, description="number of replicas")
+    policies: list[str] = Field(
+        [],
+        description="a routing policy, or all; repeat or join by commas; default: hotbranch",
+        json_schema_extra={"metavar": "NAME", "alias": "--policy"},
+    )
+    speed: Seconds = Field(1.0, description="how much faster than recorded requests arrive")
+    requests: int = Field(0, ge=0, description="only the first so many; 0: all, or 4000 of a shape")
+    profile: str = Field(
+        "h100-llama-3.1-8b", description="timing model of a replica: a name, or a .yaml file"
+    )
+    block_size: int = Field(
+        0, ge=0, description="tokens in a KV block; 0: 512 for a Mooncake trace, else 16"
+    )
+    seed: int = Field(0, description="of what is made up or drawn")
+    rate: float = Field(
+        0.0, ge=0, description="requests a second of a shape; 0: what keeps the replicas busy"
+    )
+    shape_tenants: Positive = Field(
+        4, description="tenants of a shape", json_schema_extra={"alias": "--tenants"}
+    )
+    window: Seconds = Field(
+        1.0, description="chunks of prefill that a replica has ahead while others wait"
+    )
+    starvation_s: Seconds = Field(60.0, description="a request older than this goes first")
+    order: Literal["depth_first", "arrival"] = Field(
+        "depth_first", description="order of requests that wait at the router"
+    )
+    admission: Literal["auto", "fcfs", "longest_prefix", "least_uncached", "dfs_weight"] = Field(
+        "auto",
+        description="order of requests that wait at a replica; auto: as where the policy is from",
+    )
+    jobs: Positive = Field(1, description="policies simulated at the same time")
+    json_file: Path | None = Field(
+        None,
+        description="where to write all results",
+        json_schema_extra={"metavar": "FILE", "alias": "--json"},
+    )
+    plot: Path | None = Field(
+        None,
+        description="where to draw a comparison, .png or .svg (needs matplotlib)",
+        json_schema_extra={"metavar": "FILE"},
+    )
+
+    @field_validator("policies")
+    @classmethod
+    def _split(cls, policies: list[str]) -> list[str]:
+        return [name for item in policies for name in item.split(",") if name]
+
+    @field_validator("plot")
+    @classmethod
+    def _drawable(cls, plot: Path | None) -> Path | None:
+        if plot and plot.suffix not in (".png", ".svg"):
+            raise ValueError("should end in .png or .svg")
+        return plot

@@ -1,6 +1,7 @@
 """From settings to a loaded engine."""
 
 from functools import partial
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -8,10 +9,13 @@ from hotbranch.embedded import resolve_model
 from hotbranch.fingerprint import fingerprint
 from hotbranch.settings import EngineSettings
 from replicas.engine import Engine, Request
+from replicas.radix.config import read_config
 from replicas.radix.detokenize import CONTEXT, TextStream
 from replicas.radix.engine import RadixEngine
 from replicas.radix.runner import load
 from replicas.radix.scheduler import Limits
+from replicas.simulated.profile import Profile
+from replicas.simulated.runner import TEXT, SimulatedRunner
 
 
 def build_engine(settings: EngineSettings) -> tuple[Engine, str, str]:
@@ -20,15 +24,32 @@ def build_engine(settings: EngineSettings) -> tuple[Engine, str, str]:
     Raises ModelError, OSError or ValueError, each with one line for the user.
     """
     name, directory = resolve_model(settings.model, settings.cache_dir)
-    runner = load(directory, settings)
-    engine = RadixEngine(
-        Limits.of(settings, runner.max_context),
-        runner,
-        runner.eos_ids,
-        partial(open_text, Tokenizer.from_file(str(directory / "tokenizer.json"))),
-        runner.vocab_size,
-    )
+    build = simulated if settings.engine == "simulated" else radix
+    engine = build(settings, directory, Tokenizer.from_file(str(directory / "tokenizer.json")))
     return engine, settings.served_name or name, fingerprint(directory)
+
+
+def radix(settings: EngineSettings, directory: Path, tokenizer: Tokenizer) -> RadixEngine:
+    """The engine that runs the model."""
+    runner = load(directory, settings)
+    limits = Limits.of(settings, runner.max_context)
+    return RadixEngine(
+        limits, runner, runner.eos_ids, partial(open_text, tokenizer), runner.vocab_size
+    )
+
+
+def simulated(settings: EngineSettings, directory: Path, tokenizer: Tokenizer) -> RadixEngine:
+    """The same engine with a GPU of the profile's instead of a model. Of the model it has the
+    tokenizer; the sizes of the pool, of a chunk and of the context are the profile's."""
+    profile = Profile.load(settings.profile)
+    config = read_config(directory, 0)
+    text = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    runner = SimulatedRunner(profile, text, min(config.eos_ids))
+    sizes = {"kv_tokens": profile.kv_tokens, "chunk_tokens": profile.chunk_tokens}
+    limits = Limits.of(settings.model_copy(update=sizes), profile.max_context)
+    return RadixEngine(
+        limits, runner, config.eos_ids, partial(open_text, tokenizer), config.vocab_size
+    )
 
 
 def open_text(tokenizer: Tokenizer, request: Request) -> TextStream:

@@ -140,3 +140,25 @@ def test_unproven_counts_the_blocks_on_probation() -> None:
     bench.scheduler.flush(bench.now)
     assert (tree.size, tree.unproven) == (0, 0)
     assert SIZE == 4
+
+
+@pytest.mark.parametrize(("policy", "first"), [("least_uncached", 2), ("longest_prefix", 1)])
+def test_a_short_prompt_goes_before_the_rest_of_a_long_one(policy: Policy, first: int) -> None:
+    bench = Bench(policy=policy, chunk=32)
+    bench.add(prompt(150, 1))
+    bench.step()
+    bench.add(prompt(20, 2))
+    while not (begun := {id for id, tokens in bench.tokens.items() if tokens}):
+        bench.step()
+    assert begun == {first}
+
+
+def test_a_long_prompt_that_is_overdue_is_not_held_up() -> None:
+    bench = Bench(policy="least_uncached", chunk=32, starvation_s=3.0)
+    long = bench.add(prompt(150, 1))
+    for seed in range(2, 40):
+        bench.step()
+        bench.add(prompt(40, seed))
+        if bench.tokens[long]:
+            break
+    assert bench.now <= 3.0 + 2 + 150 // 32

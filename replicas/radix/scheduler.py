@@ -121,20 +121,20 @@ class Scheduler:
         ]
         # Prefill moves by a token at least, however many sequences decode.
         budget = max(1, self.limits.chunk_tokens - len(chunks))
-        for work in self._running:
-            if budget and work.remaining > 1:
-                budget -= _prefill(work, budget, chunks)
+        running = self._prefills(now)
         self._waiting.refresh()
-        while budget and len(self._running) < self.limits.max_running:
-            candidate = self._waiting.next(now, self._running)
-            if candidate is None:
-                break
-            if self._admit(candidate, now):
+        while budget:
+            begun = running[-1] if running else None
+            candidate = self._candidate(begun, now)
+            if candidate is not None and self._admit(candidate, now):
                 budget -= _prefill(candidate, budget, chunks)
-            elif self._running:
-                break
-            else:
+            elif candidate is not None and not self._running:
                 self._give_up(candidate, now)
+            elif begun is not None:
+                running.pop()
+                budget -= _prefill(begun, budget, chunks)
+            else:
+                break
         return chunks
 
     def commit(self, chunks: Seq[Chunk], sampled: Seq[Sampled | None], now: float) -> list[Advance]:
@@ -180,6 +180,34 @@ class Scheduler:
     def flush(self, now: float) -> None:
         """Evict every block that no request holds, pinned or not."""
         self.pool.free(self.tree.flush(now))
+
+    def _prefills(self, now: float) -> list[Work]:
+        """Running requests whose prefill is not complete, the one that goes on first last.
+
+        By arrival; under `least_uncached` by what is left of it, unless it is overdue (shortest
+        remaining processing time first, at the grain of a chunk).
+        """
+        works = [work for work in reversed(self._running) if work.remaining > 1]
+        if self.limits.policy == "least_uncached":
+            works.sort(
+                key=lambda work: (not self._overdue(work, now), work.remaining), reverse=True
+            )
+        return works
+
+    def _candidate(self, begun: Work | None, now: float) -> Work | None:
+        """The waiting request that goes before one whose prefill has begun, if any."""
+        if len(self._running) >= self.limits.max_running:
+            return None
+        if begun is None:
+            return self._waiting.next(now, self._running)
+        if self.limits.policy != "least_uncached" or self._overdue(begun, now):
+            return None
+        work = self._waiting.next(now, self._running)
+        less = work is not None and len(work.sequence.tokens) - work.matched < begun.remaining
+        return work if less else None
+
+    def _overdue(self, work: Work, now: float) -> bool:
+        return now - work.sequence.arrival > self.limits.starvation_s
 
     def _has_slot(self, work: Work, now: float) -> bool:
         """Find a decoding sequence a slot for one token: take, evict, preempt, or end it."""

@@ -40,3 +40,9 @@ class Outstanding:
     def tokens(self) -> int:
         """The estimate. Never below our own work: a report may have crossed it on the way."""
         return max(self._reported + self._since_report, self._ours)
+
+    def before(self, tokens: int) -> int:
+        """What goes before a request that needs `tokens`, where the least goes first: of our own
+        only what needs no more, of others' all."""
+        ours = sum(size for _, size in self._sent.values() if size <= tokens)
+        return self.tokens - self._ours + ours

@@ -1,0 +1,237 @@
+"""Placing, holding and dispatching for a fleet: pure, under the caller's clock.
+
+A policy says which server a job is for. Where the policy holds, jobs wait here, in the queue of
+that server, and go out depth first while the server has less than `window` chunks of prefill ahead;
+the choice is made again when a server has nothing to do. Else a job goes out at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.fleet.holder import Holder
+from router.index.index import Index
+from router.schedule.branch_queue import BranchQueue, Order
+from router.schedule.job import Job
+from router.schedule.server import Report, Server
+from router.schedule.shares import Shares
+
+LOOKED_AT = 16  # jobs of the longest queue that an idle server considers, those that wait longest
+REMATCHED = 8  # heads of a queue whose match had shrunk, looked at in one dispatch
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a job is for, and why: one of the policy's reasons."""
+
+    server: Server
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A job goes out. `matched` blocks of it are there, or on their way."""
+
+    job: Job
+    server: Server
+    matched: int
+    reason: str
+
+
+class Policy(Protocol):
+    """Chooses servers. `holds`: jobs wait at the router."""
+
+    holds: bool
+
+    def choose(
+        self, job: Job, servers: Sequence[Server], matched: Mapping[Holder, int], now: float
+    ) -> Placement:
+        """One of at least one server. `matched` are leading blocks; none where it is missing."""
+
+    def sent(self, job: Job, server: Server, now: float) -> None:
+        """A job went out."""
+
+    def ended(self, job: Job, server: Server, now: float) -> None:
+        """It has finished, or was taken back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`window` in chunks; seconds for the bound on waiting; tokens for the quantum of shares."""
+
+    window: float = 1.0
+    starvation_s: float = 60.0
+    order: Order = "depth_first"
+    steals: bool = True
+    quantum: float = 65_536.0
+
+
+class FleetScheduler:
+    """Owns the queues. What is sent, and what comes of it, the caller says."""
+
+    def __init__(
+        self, index: Index, policy: Policy, rules: Rules, weights: Mapping[str, float]
+    ) -> None:
+        self.servers: dict[Holder, Server] = {}
+        self.waiting: dict[int, Server] = {}  # job -> where it waits
+        self.stolen = 0
+        self._index = index
+        self._policy = policy
+        self._rules = rules
+        self._shares = Shares(weights, rules.quantum)
+        self._reasons: dict[int, str] = {}
+
+    def add(self, holder: Holder, block_size: int, chunk_tokens: int) -> None:
+        """A server that the index knows."""
+        queue = BranchQueue(block_size, self._shares, self._rules.order)
+        self.servers[holder] = Server(holder, block_size, chunk_tokens, queue)
+
+    def remove(self, holder: Holder, now: float) -> tuple[list[Job], list[Dispatch]]:
+        """A server is gone. The jobs that it had been sent are the caller's to place again or to
+        end; those that waited for it are placed elsewhere, or returned too where there is no other.
+        """
+        server = self.servers.pop(holder)
+        lost = [job for job, _ in server.sent.values()]
+        for job in lost:
+            self._policy.ended(job, server, now)
+        out: list[Dispatch] = []
+        for job, _ in server.queue.some(len(server.queue)):
+            self._take(job)
+            del self._reasons[job.id]
+            if self.servers:
+                out += self.arrive(job, now)
+            else:
+                lost.append(job)
+        return lost, out
+
+    def cancel(self, job: Job) -> bool:
+        """A job is not wanted any more; whether it still waited here."""
+        if job.id not in self.waiting:
+            return False
+        self._take(job)
+        del self._reasons[job.id]
+        return True
+
+    def arrive(self, job: Job, now: float) -> list[Dispatch]:
+        """Place a job. There must be a server."""
+        self._index.expire(now)
+        matched = self._matched(job)
+        placement = self._policy.choose(job, list(self.servers.values()), matched, now)
+        server = placement.server
+        blocks = matched.get(server.holder, 0)
+        if not self._policy.holds:
+            return [self._send(job, server, blocks, placement.reason, now)]
+        self._reasons[job.id] = placement.reason
+        self._file(job, server, blocks)
+        return [*self._pump(server, now), *self._steal(now)]
+
+    def began(self, job: Job, server: Server, matched: int, cached: int, now: float) -> None:
+        """The first token of a job is there: of its blocks `cached` were, of `matched` believed."""
+        server.outstanding.settled(job.id)
+        keys = job.keys[server.block_size]
+        if cached < matched:
+            self._index.missed(server.holder, keys, cached, now)
+        self._index.computed(server.holder, keys, cached, now)
+
+    def ended(self, job: Job, server: Server, now: float) -> None:
+        """A job has finished, however."""
+        server.outstanding.settled(job.id)
+        server.sent.pop(job.id, None)
+        self._policy.ended(job, server, now)
+
+    def reported(self, server: Server, report: Report, now: float) -> None:
+        """A load report came."""
+        server.reported(report)
+
+    def pump(self, server: Server, now: float) -> list[Dispatch]:
+        """What goes out now that something has changed at a server."""
+        if not self._policy.holds:
+            return []
+        return [*self._pump(server, now), *self._steal(now)]
+
+    def _matched(self, job: Job) -> dict[Holder, int]:
+        """Leading blocks by holder. One token is always computed, to have logits to sample from."""
+        found: dict[Holder, int] = {}
+        for size, keys in job.keys.items():
+            longest = (job.tokens - 1) // size
+            for holder, depth in self._index.match(keys).depths().items():
+                if holder in self.servers and self.servers[holder].block_size == size:
+                    found[holder] = min(depth, longest)
+        return found
+
+    def _file(self, job: Job, server: Server, matched: int) -> None:
+        server.queue.file(job, matched)
+        self.waiting[job.id] = server
+
+    def _take(self, job: Job) -> Server:
+        server = self.waiting.pop(job.id)
+        server.queue.remove(job)
+        return server
+
+    def _pump(self, server: Server, now: float) -> list[Dispatch]:
+        """Send what waits while less than the window is to be computed before it there.
+
+        A replica computes the least first, so that a long prompt does not keep short ones here.
+        """
+        out: list[Dispatch] = []
+        window = self._rules.window * server.chunk_tokens
+        looked = 0
+        while (head := server.queue.next(now - self._rules.starvation_s)) is not None:
+            job, believed = head
+            before = server.outstanding.tokens
+            if self._rules.order == "depth_first":
+                before = server.outstanding.before(job.tokens - believed * server.block_size)
+            if before >= window:
+                break
+            matched = self._matched(job).get(server.holder, 0)
+            if matched < believed and looked < REMATCHED:
+                looked += 1
+                server.queue.file(job, matched)
+                continue
+            self._take(job)
+            out.append(self._send(job, server, matched, self._reasons.pop(job.id), now))
+        return out
+
+    def _send(self, job: Job, server: Server, matched: int, reason: str, now: float) -> Dispatch:
+        keys = job.keys[server.block_size]
+        uncached = job.tokens - matched * server.block_size
+        self._index.predict(server.holder, keys, now)
+        server.outstanding.sent(job.id, uncached)
+        server.sent[job.id] = job, now
+        self._shares.charge(job.tenant, uncached)
+        self._policy.sent(job, server, now)
+        if matched < len(keys):
+            for sibling in server.queue.below(keys[matched]):
+                server.queue.file(sibling, self._matched(sibling).get(server.holder, 0))
+        return Dispatch(job, server, matched, reason)
+
+    def _steal(self, now: float) -> list[Dispatch]:
+        """Servers that have nothing to do take from the longest queue what gains most by moving."""
+        out: list[Dispatch] = []
+        if not self._rules.steals or not self.waiting:
+            return out
+        for server in self.servers.values():
+            if len(server.queue) or server.outstanding.tokens:
+                continue
+            victim = max(self.servers.values(), key=lambda server: server.queue.tokens)
+            if not len(victim.queue):
+                break
+            if (job := self._gains_most(victim, server)) is not None:
+                self._take(job)
+                self._reasons[job.id] = "stolen"
+                self._file(job, server, self._matched(job).get(server.holder, 0))
+                self.stolen += 1
+                out += self._pump(server, now)
+        return out
+
+    def _gains_most(self, victim: Server, thief: Server) -> Job | None:
+        """Its wait shrinks by more than what the thief has to compute again."""
+        best, most = None, 0.0
+        for job, blocks in victim.queue.some(LOOKED_AT):
+            here = job.tokens - blocks * victim.block_size
+            there = job.tokens - self._matched(job).get(thief.holder, 0) * thief.block_size
+            again = max(0, there - here) * thief.prefill_s_per_token
+            gain = victim.first_token_s(here) - thief.first_token_s(there) - again
+            if gain > most:
+                best, most = job, gain
+        return best

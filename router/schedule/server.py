@@ -1,0 +1,68 @@
+"""A rank of a replica as the scheduler sees it: its last report, what was sent since, who waits."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from router.fleet.holder import Holder
+from router.fleet.outstanding import Outstanding
+from router.schedule.branch_queue import BranchQueue
+from router.schedule.job import Job
+
+PREFILL_S_PER_TOKEN = 1e-4  # until it has measured its own
+
+
+class Report(Protocol):
+    """What a replica reports ten times a second: some of the contract's Load."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def outstanding_tokens(self) -> int: ...
+    @property
+    def used_blocks(self) -> int: ...
+    @property
+    def cached_blocks(self) -> int: ...
+    @property
+    def total_blocks(self) -> int: ...
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def prefill_s_per_token(self) -> float: ...
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """`sent` are the jobs that it has of ours, each with the time when it was sent."""
+
+    holder: Holder
+    block_size: int
+    chunk_tokens: int
+    queue: BranchQueue
+    outstanding: Outstanding = field(default_factory=Outstanding)
+    sent: dict[int, tuple[Job, float]] = field(default_factory=dict)
+    report: Report | None = None
+    prefill_s_per_token: float = PREFILL_S_PER_TOKEN
+    step_s: float = 0.0
+
+    def reported(self, report: Report) -> None:
+        """Its load report came."""
+        self.report = report
+        self.outstanding.reported(report.outstanding_tokens)
+        self.prefill_s_per_token = report.prefill_s_per_token or self.prefill_s_per_token
+        self.step_s = report.step_s or self.step_s
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.sent or (self.report and self.report.running))
+
+    def first_token_s(self, uncached: int) -> float:
+        """Seconds until the first token of a request that needs so much prefill, sent here now:
+        what was sent before it, what waits before it, itself, and a step of the running batch."""
+        before = self.outstanding.tokens + self.queue.ahead(uncached)
+        return (before + uncached) * self.prefill_s_per_token + (self.step_s if self.busy else 0.0)
+
+    def delay_s(self, uncached: int) -> float:
+        """Seconds that it would add to those that wait here and go after it, taken together."""
+        return uncached * self.prefill_s_per_token * self.queue.behind(uncached)

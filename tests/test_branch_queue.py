@@ -1,0 +1,235 @@
+"""The queue of a server against a list that is sorted each time."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from router.schedule.branch_queue import BranchQueue, Order
+from router.schedule.job import Job
+from router.schedule.shares import Shares
+
+SIZE = 16
+TENANTS = "xyz"
+
+
+def job(
+    id: int, *path: int, tail: int = 1, arrived: float = 0.0, tenant: str = "", **more: int
+) -> Job:
+    """Blocks named by their whole path, as keys are, and some tokens behind them."""
+    keys = [hash(path[: end + 1]) for end in range(len(path))]
+    return Job(id, len(path) * SIZE + tail, {SIZE: keys}, arrived, tenant, **more)
+
+
+def queue(order: Order = "depth_first") -> BranchQueue:
+    return BranchQueue(SIZE, Shares({}, 1e9), order)
+
+
+def drained(waiting: BranchQueue, overdue_since: float = -1.0) -> list[int]:
+    ids = []
+    while (head := waiting.next(overdue_since)) is not None:
+        waiting.remove(head[0])
+        ids.append(head[0].id)
+    return ids
+
+
+def test_the_least_uncached_goes_first_of_equal_work_the_deeper_match_then_the_older() -> None:
+    waiting = queue()
+    waiting.file(job(1, 1, 2, 3), 0)
+    waiting.file(job(2, 1, 2, 3, 4), 3)
+    waiting.file(job(3, 5, arrived=1.0), 0)
+    waiting.file(job(4, 5, 6, arrived=2.0), 1)
+    waiting.file(job(5, 7, arrived=0.5), 0)
+    assert drained(waiting) == [2, 4, 5, 3, 1]
+
+
+def test_priority_is_stronger_and_the_overdue_are_strongest() -> None:
+    waiting = queue()
+    waiting.file(job(1, 1, arrived=5.0), 1)
+    waiting.file(job(2, 1, 2, 3, arrived=3.0, priority=-1), 0)
+    waiting.file(job(3, 1, 2, 3, 4, arrived=2.0), 0)
+    waiting.file(job(4, 1, 2, 3, 4, arrived=1.0), 0)
+    assert drained(waiting, overdue_since=2.5) == [4, 3, 2, 1]
+
+
+def test_order_of_arrival_looks_at_nothing_else() -> None:
+    waiting = queue("arrival")
+    waiting.file(job(1, 1, 2, 3, arrived=0.0), 0)
+    waiting.file(job(2, 1, arrived=1.0), 1)
+    assert waiting.ahead(1) == waiting.tokens and waiting.behind(1) == 0
+    assert drained(waiting) == [1, 2]
+
+
+def test_those_below_a_block_are_found_and_move_up_when_it_comes() -> None:
+    waiting = queue()
+    long, other, sibling = job(1, 1, 2, 3), job(2, 9, 2), job(3, 1, 2, 4, 5)
+    for waits in (long, other, sibling):
+        waiting.file(waits, 0)
+    first = sibling.keys[SIZE][0]
+    assert waiting.below(first) == [long, sibling]
+    for moved in waiting.below(first):
+        waiting.file(moved, 2)
+    assert waiting.below(first) == []
+    assert waiting.below(sibling.keys[SIZE][2]) == [sibling]
+    assert drained(waiting) == [1, 3, 2]
+
+
+def test_a_server_is_never_idle_for_the_sake_of_fairness() -> None:
+    """The least served of all tenants may wait at another server."""
+    shares = Shares({}, 10.0)
+    here, there = BranchQueue(SIZE, shares), BranchQueue(SIZE, shares)
+    here.file(job(1, 1, tenant="heavy"), 0)
+    there.file(job(2, 1, tenant="light"), 0)
+    shares.charge("heavy", 1000.0)
+    head = here.next(-1.0)
+    assert head is not None and head[0].id == 1
+
+
+def test_a_tenant_that_leads_by_more_than_the_quantum_waits_for_the_others() -> None:
+    shares = Shares({"paid": 2.0}, 100.0)
+    waiting = BranchQueue(SIZE, shares)
+    for id, tenant in enumerate(("paid", "free", "paid", "free")):
+        waiting.file(job(id, id, *([7] * (3 if tenant == "free" else 0)), tenant=tenant), 0)
+    shares.charge("paid", 190.0)  # 95 by its weight
+    assert waiting.next(-1.0)[0].tenant == "paid"  # type: ignore[index]
+    shares.charge("paid", 20.0)
+    assert waiting.next(-1.0)[0].tenant == "free"  # type: ignore[index]
+    shares.charge("free", 10.0)
+    assert waiting.next(-1.0)[0].tenant == "paid"  # type: ignore[index]
+
+
+def test_who_waited_for_nothing_has_earned_nothing() -> None:
+    shares = Shares({}, 10.0)
+    shares.entered("a")
+    shares.charge("a", 1000.0)
+    shares.entered("b")  # as if it had been served as much
+    shares.charge("b", 5.0)
+    assert shares.eligible(["a", "b"]) == ["a", "b"]
+    shares.charge("b", 6.0)
+    assert shares.eligible(["a", "b"]) == ["a"]
+    shares.left("a")
+    shares.left("b")
+    assert not shares._service
+
+
+def test_who_leads_does_not_come_back_without_its_lead() -> None:
+    shares = Shares({}, 10.0)
+    shares.entered("a")
+    shares.entered("b")
+    shares.charge("a", 50.0)
+    shares.left("a")
+    shares.entered("a")
+    assert shares.eligible(["a", "b"]) == ["b"]
+
+
+def test_a_weight_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="'a' is not positive"):
+        Shares({"a": 0.0}, 1.0)
+
+
+class QueueMachine(RuleBasedStateMachine):
+    @initialize(
+        order=st.sampled_from(("depth_first", "arrival")), quantum=st.sampled_from((20, 200))
+    )
+    def begin(self, order: Order, quantum: float) -> None:
+        self.order, self.quantum = order, quantum
+        self.shares = Shares({"x": 2.0}, quantum)
+        self.queue = BranchQueue(SIZE, self.shares, order)
+        self.waiting: dict[int, tuple[Job, int]] = {}
+        self.service: dict[str, float] = {}
+        self.now, self.ids = 0.0, 0
+
+    def floor(self) -> float:
+        tenants = {job.tenant for job, _ in self.waiting.values()}
+        return min((self.service[tenant] for tenant in tenants), default=0.0)
+
+    @rule(
+        path=st.lists(st.integers(0, 1), max_size=4),
+        matched=st.integers(0, 4),
+        tenant=st.sampled_from(TENANTS),
+        priority=st.sampled_from((0, 0, 0, 1)),
+        waited=st.sampled_from((0.0, 2.5)),  # no two arrive at once
+    )
+    def file(
+        self, path: list[int], matched: int, tenant: str, priority: int, waited: float
+    ) -> None:
+        self.now += 1
+        self.ids += 1
+        new = job(self.ids, *path, arrived=self.now - waited, tenant=tenant, priority=priority)
+        if all(known.tenant != tenant for known, _ in self.waiting.values()):
+            self.service[tenant] = max(self.service.get(tenant, self.floor()), self.floor())
+        self.waiting[new.id] = new, min(matched, len(path))
+        self.queue.file(new, min(matched, len(path)))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), matched=st.integers(0, 4))
+    def match(self, data: st.DataObject, matched: int) -> None:
+        id = data.draw(st.sampled_from(sorted(self.waiting)))
+        known, _ = self.waiting[id]
+        self.waiting[id] = known, min(matched, len(known.keys[SIZE]))
+        self.queue.file(*self.waiting[id])
+
+    @precondition(lambda self: self.waiting)
+    @rule(bound=st.sampled_from((1.0, 3.0, 100.0)), charge=st.sampled_from((0.0, 10.0, 50.0)))
+    def take(self, bound: float, charge: float) -> None:
+        head = self.queue.next(self.now - bound)
+        assert head is not None
+        assert head == self.wanted(self.now - bound)
+        self._leave(head[0], charge)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self._leave(self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))][0], 0.0)
+
+    def _leave(self, gone: Job, charge: float) -> None:
+        self.queue.remove(gone)
+        del self.waiting[gone.id]
+        still = {job.tenant for job, _ in self.waiting.values()}
+        if gone.tenant not in still:
+            self.service = {
+                tenant: served
+                for tenant, served in self.service.items()
+                if tenant in still or (still and served > self.floor())
+            }
+        if gone.tenant in self.service:
+            self.service[gone.tenant] += charge / (2.0 if gone.tenant == "x" else 1.0)
+        self.shares.charge(gone.tenant, charge)
+
+    def wanted(self, overdue_since: float) -> tuple[Job, int]:
+        oldest = min(self.waiting.values(), key=lambda entry: entry[0].arrived)
+        if oldest[0].arrived < overdue_since:
+            return oldest
+        ceiling = self.floor() + self.quantum
+        may = [entry for entry in self.waiting.values() if self.service[entry[0].tenant] <= ceiling]
+        return min(may, key=self.place)
+
+    def place(self, entry: tuple[Job, int]) -> tuple[float, ...]:
+        job, matched = entry
+        if self.order == "arrival":
+            return job.priority, job.arrived
+        return job.priority, (job.tokens - matched * SIZE) // SIZE, -matched, job.arrived
+
+    @invariant()
+    def sums_agree(self) -> None:
+        needs = [job.tokens - matched * SIZE for job, matched in self.waiting.values()]
+        assert len(self.queue) == len(needs)
+        assert self.queue.tokens == sum(needs)
+        lengths = Counter(need.bit_length() for need in needs)
+        if self.order == "depth_first":
+            assert self.queue.behind(1 << 30) == 0 and self.queue.ahead(1 << 30) == sum(needs)
+            assert self.queue.behind(0) == len(needs) - lengths[0] / 2
+        for below in self.queue._below.values():
+            assert below
+
+    def teardown(self) -> None:
+        for gone, _ in list(self.waiting.values()):
+            self.queue.remove(gone)
+        assert not self.queue._below and not self.shares._service
+        assert self.queue.next(1e9) is None and not self.queue._heaps and not self.queue._oldest
+
+
+QueueMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestQueue = QueueMachine.TestCase
