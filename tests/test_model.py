@@ -3,9 +3,12 @@
 import argparse
 import inspect
 import json
+import os
 import textwrap
+import time
 from array import array
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -265,15 +268,58 @@ def test_dtype_follows_the_device_and_the_cpu(
 
 
 @torch.inference_mode()
-def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
-    model = tiny_models.make("qwen3", tmp_path)
-    runner = load(tmp_path, settings(dtype="bfloat16"))
-    ids = random_ids(60, 8)
-    one = sequence(ids, Blocks(runner).take(60))
-    runner.logits([Chunk(one, 0, 30)])
-    step = runner.logits([Chunk(one, 30, 59)]) + runner.logits([Chunk(one, 59, 60)])
-    reference = model.lm_head(reference_hidden(model, ids)[30:])
-    assert torch.nn.functional.cosine_similarity(torch.cat(step), reference).min() > 0.995
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("native", [False, True])
+def test_bfloat16_stays_as_near_to_float32_as_transformers(
+    family: str, native: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the same weights in float32. The kernels sum up in float32, and come nearer."""
+    if not native:
+        monkeypatch.setattr("replicas.radix.native.load", lambda cache_dir: None)
+    tiny_models.make(family, tmp_path, wide=native)
+    narrow = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    exact = deepcopy(narrow).float()
+    narrow.save_pretrained(tmp_path)
+    runner = load(tmp_path, settings(dtype="bfloat16", threads=threads))
+    assert runner.dtype == torch.bfloat16
+    if torch.cpu.get_capabilities().get("avx512_bf16"):
+        assert isinstance(runner._model.ops, NativeOps) == native
+    ids = random_ids(160, 8)
+    free = Blocks(runner)
+    one, beside = sequence(ids, free.take(160)), sequence(ids[:43], free.take(43))
+    steps = [
+        [Chunk(one, 0, 77)],
+        [Chunk(one, 77, 158), Chunk(beside, 0, 41)],
+        [Chunk(one, 158, 159), Chunk(beside, 41, 42)],
+        [Chunk(one, 159, 160), Chunk(beside, 42, 43)],
+    ]
+    ours: dict[int, list[Tensor]] = {160: [], 43: []}
+    for step in steps:
+        for chunk, logits in zip(step, runner.logits(step), strict=True):
+            ours[len(chunk.sequence.tokens)].append(logits)
+    for length, parts in ours.items():
+        tokens = torch.tensor([ids[:length]])
+        reference, theirs = exact(tokens).logits[0], narrow(tokens).logits[0].float()
+        error, usual = torch.cat(parts) - reference, theirs - reference
+        assert error.square().mean() < (0.7 if native else 1.1) * usual.square().mean()
+        assert error.abs().max() < 1.2 * usual.abs().max()
+    torch.set_num_threads(1)
+
+
+def test_loading_leaves_no_threads_waiting(tmp_path: Path) -> None:
+    """The thread that computes the steps gets its own; with those of another, none would spin."""
+    tiny_models.make("llama3", tmp_path, wide=True)
+    before = len(os.listdir("/proc/self/task"))
+    runner = load(tmp_path, settings(threads=2))
+    assert isinstance(runner._model.ops, NativeOps)
+    deadline = time.monotonic() + 10
+    while len(os.listdir("/proc/self/task")) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/task")) <= before
+    runner.logits([Chunk(sequence([7], [0]), 0, 1)])
+    assert len(os.listdir("/proc/self/task")) <= before + 1
+    torch.set_num_threads(1)
 
 
 # The real model.

@@ -9,6 +9,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TextIO
 
@@ -167,8 +168,11 @@ class RadixSide:
             self._engine = None
 
     def products(self, rows: int) -> dict[str, Any]:
+        """On a thread of its own, while there is no other: OpenMP gives each some that wait."""
+        self.close()
         self._products = self._products or Products(self._runner)
-        return {"seconds": self._products.seconds(rows)}
+        with ThreadPoolExecutor(1) as thread:
+            return {"seconds": thread.submit(self._products.seconds, rows).result()}
 
     def _emit(self, step: Step) -> None:
         if self._run is not None:

@@ -55,7 +55,7 @@ def random_runner(config: ModelConfig, settings: EngineSettings) -> ModelRunner:
             k_norm=None,
             attention_out=Linear(matrix(hidden, attended)),
             mlp_norm=ones,
-            gate_up=Linear(matrix(2 * config.intermediate_size, hidden)),
+            gate_up=Linear(matrix(2 * config.intermediate_size, hidden), gated=True),
             down=Linear(matrix(hidden, config.intermediate_size)),
         )
 
@@ -67,4 +67,4 @@ def random_runner(config: ModelConfig, settings: EngineSettings) -> ModelRunner:
     )
     blocks = settings.kv_tokens // settings.block_size
     pool = KvPool(config, blocks, settings.block_size, device, dtype)
-    return ModelRunner(Model(config, weights, pool, TorchOps(config, pool)))
+    return ModelRunner(Model(config, weights, pool, TorchOps(config, weights, pool)))

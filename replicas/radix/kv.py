@@ -4,10 +4,13 @@ Paging as in PagedAttention (Kwon et al., SOSP 2023, section 4). Who owns a bloc
 business; the pool only holds what is written into it.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from replicas.radix.config import ModelConfig
+from replicas.radix.native_memory import Arena
 
 
 class KvPool:
@@ -23,8 +26,9 @@ class KvPool:
     ) -> None:
         shape = (blocks, block_size, config.kv_heads, config.head_dim)
         # Zeros, not empty: masked positions still multiply, and 0 * NaN is NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.layers)]
+        zeros = Arena().zeros if device.type == "cpu" else partial(torch.zeros, device=device)
+        self.keys = [zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        self.values = [zeros(shape, dtype=dtype) for _ in range(config.layers)]
         self.blocks = blocks
         self.dtype = dtype
         self.block_size = block_size

@@ -31,21 +31,9 @@ class Model:
     def forward(self, batch: Batch) -> Tensor:
         """Normed hidden states after the last layer, [rows, hidden]; writes the rows' KV to the
         pool."""
-        config, ops, layers = self.config, self.ops, self.weights.layers
         x = F.embedding(batch.tokens, self.weights.embedding).to(self.weights.norm.dtype)
         angles = batch.positions[:, None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        plan = ops.prepare(batch)
-        norms = [*(layer.attention_norm for layer in layers[1:]), self.weights.norm]
-        normed = ops.add_norm(x, None, layers[0].attention_norm)
-        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
-            # heads are the middle dimension: [rows, heads + 2 * kv_heads, head_dim]
-            qkv = layer.qkv(normed).view(len(x), -1, config.head_dim)
-            qkv = ops.rotate_and_store(qkv, index, layer, batch, cos, sin)
-            attended = layer.attention_out(ops.attend(qkv, index, plan))
-            normed = ops.add_norm(x, attended, layer.mlp_norm)
-            normed = ops.add_norm(x, layer.down(ops.swiglu(layer.gate_up(normed))), next_norm)
-        return normed
+        return self.ops.layers(x, batch, angles.cos(), angles.sin())
 
     def logits(self, normed: Tensor) -> Tensor:
         """Normed hidden states [rows, hidden] to logits [rows, vocab], float32."""

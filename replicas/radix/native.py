@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence as Seq
-from ctypes import c_float, c_long, c_void_p
+from ctypes import Structure, c_float, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,55 @@ MULTIPLE = 16  # of which every size of a model is one
 
 _P, _L, _F = c_void_p, c_long, c_float
 _SIGNATURES: dict[str, list[Any]] = {
-    "product": [_P, _L, _L, _P, _P, _L],
-    "add_norm": [_P, _P, _P, _F, _P, _L, _L],
-    "swiglu": [_P, _P, _L, _L],
-    "rotate_and_store": [_P, _P, _P, _F, _P, _P, _P, _P, _P, _L, _L, _L, _L],
+    "layers": [_P, _P],
+    "product": [_P, _L, _L, _P, _P, _L, _L],
+    "norm": [_P, _P, _F, _P, _L, _L],
+    "rotate_and_store": [_P, _P, _P, _P, _F, _P, _P, _P, _P, _P, _L, _L, _L, _L],
     "attend": [_P, _L, _P, _P, _P, _P, _P, _P, _L, _P, _P, _L, _L, _L, _L, _F],
     "attend_chunk": [_P, _L, _P, _P, _P, _P, _P, _L, _L, _L, _L, _L, _L, _F],
 }
+SET, GATED = 0, 2  # modes of a product
+
+
+class Projection(Structure):
+    """struct projection of step.h."""
+
+    _fields_ = (("panels", _P), ("widened", _L))
+
+
+class Layer(Structure):
+    """struct layer of step.h."""
+
+    _fields_ = (
+        *((name, _P) for name in ("attention_norm", "qkv_bias", "q_norm", "k_norm", "mlp_norm")),
+        *((name, Projection) for name in ("qkv", "attention_out", "gate_up", "down")),
+        *((name, _P) for name in ("keys", "values")),
+    )
+
+
+class Model(Structure):
+    """struct model of step.h."""
+
+    _fields_ = (
+        ("layers", _P),
+        ("norm", _P),
+        *((n, _L) for n in ("depth", "hidden", "inner", "heads", "kv_heads", "dim", "block")),
+        ("eps", _F),
+    )
+
+
+class Step(Structure):
+    """struct step of step.h."""
+
+    _fields_ = (
+        ("rows", _L),
+        *((n, _P) for n in ("x", "cos", "sin", "slots", "tables", "starts", "contexts", "pieces")),
+        ("count", _L),
+        ("chunks", _P),
+        ("chunk_count", _L),
+        *((n, _P) for n in ("qkv", "partial", "attended", "inner", "packed", "normed")),
+    )
+
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +99,14 @@ class Kernels:
         self.dtypes = {torch.float32}
         if self._library.has_bfloat16():
             self.dtypes.add(torch.bfloat16)
+
+    def release_threads(self) -> None:
+        """Give up the OpenMP threads that wait for the calling one.
+
+        Another thread gets its own. When all together are more than the CPUs, none spins any more
+        at the end of a loop but sleeps at once, and decoding takes twice as long.
+        """
+        self._library.release_threads()
 
     def function(self, name: str, kind: str) -> "ctypes._NamedFuncPointer":
         found = self._library[f"{name}_{kind}"]

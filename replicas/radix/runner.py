@@ -16,6 +16,7 @@ from replicas.radix.attention import lay_out
 from replicas.radix.config import ModelConfig, UnsupportedModel, read_config
 from replicas.radix.kv import KvPool
 from replicas.radix.model import Model
+from replicas.radix.native_memory import Arena
 from replicas.radix.native_ops import NativeOps, PackedLinear, fits
 from replicas.radix.ops import TorchOps
 from replicas.radix.sampling import Sampler
@@ -99,14 +100,16 @@ def load(model_dir: Path, settings: EngineSettings) -> ModelRunner:
     kernels = _kernels(config, device, dtype, settings)
     if kernels is None:
         weights = load_weights(model_dir, config, device, dtype)
-        model = Model(config, weights, pool, TorchOps(config, pool))
+        model = Model(config, weights, pool, TorchOps(config, weights, pool))
     else:
         # What the kernels sum up, and so what comes between two products, is float32.
-        project = partial(PackedLinear.of, kernels, dtype)
+        project = partial(PackedLinear.of, kernels, Arena(), dtype)
         weights = load_weights(model_dir, config, device, torch.float32, project)
-        model = Model(config, weights, pool, NativeOps(kernels, config, pool))
+        model = Model(config, weights, pool, NativeOps(kernels, config, weights, pool))
     runner = ModelRunner(model)
     _warm_up(runner)
+    if kernels:
+        kernels.release_threads()
     return runner
 
 

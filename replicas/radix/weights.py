@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,16 @@ SINGLE = "model.safetensors"
 Projection = Callable[[Tensor], Tensor]
 """[tokens, in] to [tokens, out]. Every matrix product of the model is one."""
 
-Project = Callable[[Tensor, Tensor | None], Projection]
-"""Makes a projection of a weight [out, in] and a bias [out], in the dtype they are stored in."""
+
+class Project(Protocol):
+    """Makes a projection of a weight [out, in] and a bias [out], in the dtype they are stored in.
+
+    Of a gated weight, the first half of the outputs are gates: it gives silu(gates) * others.
+    """
+
+    def __call__(
+        self, weight: Tensor, bias: Tensor | None = None, gated: bool = False
+    ) -> Projection: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +42,14 @@ class Linear:
 
     weight: Tensor  # [out, in]
     bias: Tensor | None = None
+    gated: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        out = F.linear(x, self.weight, self.bias)
+        if not self.gated:
+            return out
+        gate, up = out.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +62,7 @@ class Layer:
     k_norm: Tensor | None
     attention_out: Projection
     mlp_norm: Tensor
-    gate_up: Projection  # out: gate, then up
+    gate_up: Projection  # gated: SwiGLU (Shazeer, 2020)
     down: Projection
 
 
@@ -90,9 +104,9 @@ def load_weights(
                 )
             return tensor
 
-        def linear(weight: Tensor, bias: Tensor | None) -> Projection:
+        def linear(weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Projection:
             moved = None if bias is None else bias.to(device, dtype)
-            return Linear(weight.to(device, dtype), moved)
+            return Linear(weight.to(device, dtype), moved, gated)
 
         return _assemble(config, fetch, project or linear, device, dtype)
 
@@ -131,7 +145,7 @@ def _assemble(
             _layer(config, fetch, norm, project, f"model.layers.{i}.") for i in range(config.layers)
         ),
         norm=norm("model.norm", config.hidden_size),
-        head=project(head, None),
+        head=project(head),
     )
 
 
@@ -159,8 +173,8 @@ def _layer(
         qkv=project(weights(attention, qkv, hidden), bias),
         q_norm=norm(attention + "q_norm", head_dim) if config.qk_norm else None,
         k_norm=norm(attention + "k_norm", head_dim) if config.qk_norm else None,
-        attention_out=project(weights(attention, {"o_proj": hidden}, queries), None),
+        attention_out=project(weights(attention, {"o_proj": hidden}, queries)),
         mlp_norm=norm(prefix + "post_attention_layernorm", hidden),
-        gate_up=project(weights(mlp, {"gate_proj": inner, "up_proj": inner}, hidden), None),
-        down=project(weights(mlp, {"down_proj": hidden}, inner), None),
+        gate_up=project(weights(mlp, {"gate_proj": inner, "up_proj": inner}, hidden), gated=True),
+        down=project(weights(mlp, {"down_proj": hidden}, inner)),
     )

@@ -1,8 +1,8 @@
 /* Attention of single tokens. Included once for each KIND of X, the type of queries and KV. */
 
-/* Scores of queries q[heads, dim] with `tokens` keys of rows of kv_heads: s[heads, SPAN + LANES], of
- * which up to LANES more than `tokens` are written. Keys are read in the order they lie in, and as many
- * values brought near `soon`. */
+/* Scores of queries q[heads, dim] with `tokens` keys of rows of kv_heads: s[heads, SPAN + LANES],
+ * of which up to LANES more than `tokens` are written. Keys are read in the order they lie in, and
+ * the values of these tokens, wanted `soon`, brought near. */
 INLINE void JOINED(score, KIND)(const X *q, const X *keys, const X *soon, long tokens,
                                 long kv_heads, long group, long dim, float *s) {
     vec parts[kv_heads * group][LANES];
@@ -37,83 +37,78 @@ void JOINED(attend, KIND)(const float *qkv, long width, const X *keys, const X *
                           long heads, long kv_heads, long dim, long block, float scale) {
     long group = heads / kv_heads, stride = kv_heads * dim, record = heads * (dim + 2);
     long pitch = (SPAN + LANES) * sizeof(float) / sizeof(X); /* of rows of weights */
-    long even = (block + 1) / 2 * 2, together = SPAN / even; /* blocks whose scores are folded at once */
-#pragma omp parallel
-    {
-        X q[heads * dim] __attribute__((aligned(64)));
-        float s[heads * (SPAN + LANES)] __attribute__((aligned(64)));
+    long even = (block + 1) / 2 * 2;
+    long together = SPAN / even; /* blocks whose scores are folded at once */
+    X q[heads * dim] __attribute__((aligned(64)));
+    float s[heads * (SPAN + LANES)] __attribute__((aligned(64)));
 #pragma omp for schedule(dynamic)
-        for (long p = 0; p < count; p++) {
-            long r = pieces[p][0];
-            const int64_t *table = tables + starts[r];
-            float *acc = partial + p * record, *top = acc + heads * dim, *total = top + heads;
-            for (long i = 0; i < heads * dim; i += LANES)
-                JOINED(put, KIND)(q + i, load(qkv + r * width * dim + i) * (scale * LOG2E));
-            memset(acc, 0, record * sizeof(float));
+    for (long p = 0; p < count; p++) {
+        long r = pieces[p][0];
+        const int64_t *table = tables + starts[r];
+        float *acc = partial + p * record, *top = acc + heads * dim, *total = top + heads;
+        for (long i = 0; i < heads * dim; i += LANES)
+            PUT(q + i, load(qkv + r * width * dim + i) * (scale * LOG2E));
+        memset(acc, 0, record * sizeof(float));
+        for (long h = 0; h < heads; h++)
+            top[h] = -INFINITY;
+        for (long b = pieces[p][1]; b < pieces[p][2]; b += together) {
+            long last = b + together < pieces[p][2] ? b + together : pieces[p][2], seen = 0;
+            for (long i = b; i < last; i++) {
+                long left = contexts[r] - i * block, tokens = left < block ? left : block;
+                const X *k = keys + table[i] * block * stride;
+                const X *soon = values + table[i] * block * stride;
+                float *to = s + (i - b) * even;
+                JOINED(score, KIND)(q, k, soon, tokens, kv_heads, group, dim, to);
+                seen = (i - b) * even + tokens;
+                if (even > block)
+                    for (long h = 0; h < heads; h++)
+                        s[h * (SPAN + LANES) + (i - b) * even + block] = -INFINITY;
+            }
             for (long h = 0; h < heads; h++)
-                top[h] = -INFINITY;
-            for (long b = pieces[p][1]; b < pieces[p][2]; b += together) {
-                long last = b + together < pieces[p][2] ? b + together : pieces[p][2], seen = 0;
-                for (long i = b; i < last; i++) {
-                    long left = contexts[r] - i * block, tokens = left < block ? left : block;
-                    const X *k = keys + table[i] * block * stride;
-                    const X *soon = values + table[i] * block * stride;
-                    float *to = s + (i - b) * even;
-                    if (dim == 64)
-                        JOINED(score, KIND)(q, k, soon, tokens, kv_heads, group, 64, to);
-                    else
-                        JOINED(score, KIND)(q, k, soon, tokens, kv_heads, group, dim, to);
-                    seen = (i - b) * even + tokens;
-                    if (even > block)
-                        for (long h = 0; h < heads; h++)
-                            s[h * (SPAN + LANES) + (i - b) * even + block] = -INFINITY;
-                }
-                for (long h = 0; h < heads; h++)
-                    JOINED(fold, KIND)(s + h * (SPAN + LANES), seen,
-                                       (seen + LANES - 1) / LANES * LANES, top + h, total + h,
-                                       acc + h * dim, dim);
-                for (long i = b; i < last; i++) {
-                    long left = contexts[r] - i * block, tokens = left < block ? left : block;
-                    long whole = tokens / STEP * STEP; /* an odd last one is paired with itself, */
-                    for (long h = 0; h < kv_heads; h++)
-                        for (long d = 0; d < dim; d += PANEL) {
-                            const X *v = values + table[i] * block * stride + h * dim + d;
-                            const X *weights = (const X *)s + (i - b) * even + h * group * pitch;
-                            float *to = acc + h * group * dim + d;
-                            int vectors = dim - d < PANEL ? 1 : 2;
-                            JOINED(tiles, ROWWISE)(weights, pitch, whole, v, STEP * stride, to, dim,
-                                                   1, group, vectors);
-                            if (whole < tokens) /* which weighs nothing */
-                                JOINED(tiles, ROWWISE)(weights + whole, pitch, STEP,
-                                                       v + whole * stride, 0, to, dim, 1, group,
-                                                       vectors);
-                        }
-                }
+                JOINED(fold, KIND)(s + h * (SPAN + LANES), seen,
+                                   (seen + LANES - 1) / LANES * LANES, top + h, total + h,
+                                   acc + h * dim, dim);
+            for (long i = b; i < last; i++) {
+                long left = contexts[r] - i * block, tokens = left < block ? left : block;
+                long whole = tokens / STEP * STEP; /* an odd last one is paired with itself, */
+                for (long h = 0; h < kv_heads; h++)
+                    for (long d = 0; d < dim; d += PANEL) {
+                        const X *v = values + table[i] * block * stride + h * dim + d;
+                        const X *weights = (const X *)s + (i - b) * even + h * group * pitch;
+                        float *to = acc + h * group * dim + d;
+                        int vectors = dim - d < PANEL ? 1 : 2;
+                        JOINED(tiles, ROWWISE)(weights, pitch, whole, v, STEP * stride, to, dim,
+                                               ADD, group, vectors);
+                        if (whole < tokens) /* which weighs nothing */
+                            JOINED(tiles, ROWWISE)(weights + whole, pitch, STEP,
+                                                   v + whole * stride, 0, to, dim, ADD, group,
+                                                   vectors);
+                    }
             }
         }
+    }
 #pragma omp for schedule(static)
-        for (long p = 0; p < count; p++) {
-            if (p && pieces[p][0] == pieces[p - 1][0])
-                continue; /* joined with the first piece of its row */
-            long r = pieces[p][0], end = p;
-            while (end < count && pieces[end][0] == r)
-                end++;
-            for (long h = 0; h < heads; h++) {
-                float best = -INFINITY, all = 0;
-                for (long i = p; i < end; i++)
-                    best = fmaxf(best, partial[i * record + heads * dim + h]);
-                float *joined = partial + p * record + h * dim;
-                for (long i = p; i < end; i++) {
-                    const float *part = partial + i * record;
-                    float weight = exp2f(part[heads * dim + h] - best);
-                    all += weight * part[heads * dim + heads + h];
-                    for (long d = 0; d < dim; d += LANES)
-                        store(joined + d, (i > p ? load(joined + d) : splat(0)) +
-                                              load(part + h * dim + d) * weight);
-                }
+    for (long p = 0; p < count; p++) {
+        if (p && pieces[p][0] == pieces[p - 1][0])
+            continue; /* joined with the first piece of its row */
+        long r = pieces[p][0], end = p;
+        while (end < count && pieces[end][0] == r)
+            end++;
+        for (long h = 0; h < heads; h++) {
+            float best = -INFINITY, all = 0;
+            for (long i = p; i < end; i++)
+                best = fmaxf(best, partial[i * record + heads * dim + h]);
+            float *joined = partial + p * record + h * dim;
+            for (long i = p; i < end; i++) {
+                const float *part = partial + i * record;
+                float weight = exp2f(part[heads * dim + h] - best);
+                all += weight * part[heads * dim + heads + h];
                 for (long d = 0; d < dim; d += LANES)
-                    JOINED(put, KIND)(out + (r * heads + h) * dim + d, load(joined + d) * (1.0f / all));
+                    store(joined + d, (i > p ? load(joined + d) : splat(0)) +
+                                          load(part + h * dim + d) * weight);
             }
+            for (long d = 0; d < dim; d += LANES)
+                PUT(out + (r * heads + h) * dim + d, load(joined + d) * (1.0f / all));
         }
     }
 }

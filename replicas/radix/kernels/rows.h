@@ -1,36 +1,16 @@
 /* What is computed row by row. Included once for each KIND of X, the type of what is handed on. */
-#define PUT JOINED(put, KIND)
-
-/* x += delta (unless NULL); out = x / rms(x) * weight. */
-void JOINED(add_norm, KIND)(float *x, const float *delta, const float *weight, float eps, X *out,
-                            long rows, long width) {
-#pragma omp parallel for schedule(static) if (rows > 4)
+/* out = x / rms(x) * weight. */
+void JOINED(norm, KIND)(const float *x, const float *weight, float eps, X *out, long rows,
+                        long width) {
+#pragma omp for schedule(static)
     for (long r = 0; r < rows; r++) {
-        float *row = x + r * width;
+        const float *row = x + r * width;
         vec squares = {0};
-        for (long i = 0; i < width; i += LANES) {
-            vec v = load(row + i);
-            if (delta) {
-                v += load(delta + r * width + i);
-                store(row + i, v);
-            }
-            squares += v * v;
-        }
+        for (long i = 0; i < width; i += LANES)
+            squares += load(row + i) * load(row + i);
         float scale = 1.0f / sqrtf(sum(squares) / width + eps);
         for (long i = 0; i < width; i += LANES)
             PUT(out + r * width + i, load(weight + i) * (load(row + i) * scale));
-    }
-}
-
-/* out[rows, width] = silu(gate) * up, of gate_up[rows, 2 * width]. */
-void JOINED(swiglu, KIND)(const float *gate_up, X *out, long rows, long width) {
-#pragma omp parallel for schedule(static) if (rows > 4)
-    for (long r = 0; r < rows; r++) {
-        const float *gate = gate_up + r * 2 * width, *up = gate + width;
-        for (long i = 0; i < width; i += LANES) {
-            vec g = load(gate + i);
-            PUT(out + r * width + i, g / (1.0f + power(g * -LOG2E)) * load(up + i));
-        }
     }
 }
 
@@ -58,15 +38,19 @@ static void rotate(float *restrict head, const float *restrict weight, float eps
 }
 #endif
 
-/* Normalise (unless the weights are NULL) and rotate the queries and keys of qkv[rows, heads +
- * 2 * kv_heads, dim] in place, and put keys and values into the slots of the pool. */
-void JOINED(rotate_and_store, KIND)(float *qkv, const float *q_norm, const float *k_norm, float eps,
-                                    const float *cos, const float *sin, const int64_t *slots,
+/* Add the bias to qkv[rows, heads + 2 * kv_heads, dim], normalise its queries and keys, rotate
+ * them, all in place, and put keys and values into the slots of the pool. Bias and norms may be
+ * NULL. */
+void JOINED(rotate_and_store, KIND)(float *qkv, const float *bias, const float *q_norm,
+                                    const float *k_norm, float eps, const float *cos,
+                                    const float *sin, const int64_t *slots,
                                     X *keys, X *values, long rows, long heads, long kv_heads,
                                     long dim) {
-#pragma omp parallel for schedule(static) if (rows > 4)
+#pragma omp for schedule(static)
     for (long r = 0; r < rows; r++) {
         float *row = qkv + r * (heads + 2 * kv_heads) * dim;
+        for (long i = 0; bias && i < (heads + 2 * kv_heads) * dim; i += LANES)
+            store(row + i, load(row + i) + load(bias + i));
         const float *c = cos + r * dim / 2, *s = sin + r * dim / 2;
         for (long h = 0; h < heads; h++)
             rotate(row + h * dim, q_norm, eps, c, s, dim);
@@ -110,4 +94,3 @@ static inline void JOINED(fold, KIND)(float *s, long seen, long wide, float *top
     }
     *total += sum(all);
 }
-#undef PUT

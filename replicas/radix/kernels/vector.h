@@ -21,6 +21,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef uint16_t bf16;
+enum mode { SET, ADD, GATED };
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
