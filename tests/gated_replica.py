@@ -34,11 +34,14 @@ class GatedRunner(LedgerRunner):
         self.gate.set()
         self.entered = threading.Event()
         self.broken = False
+        self.singly = False  # the gate closes behind each step
         self.pace_s = 0.0
 
     def run(self, chunks: list[Chunk]) -> list[Sampled | None]:
         self.entered.set()
         self.gate.wait(PATIENCE_S)
+        if self.singly:
+            self.gate.clear()
         if self.pace_s:  # a sleep of 0 yields too, and the router sees what a step costs
             time.sleep(self.pace_s)
         if self.broken:

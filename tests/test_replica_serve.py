@@ -26,11 +26,12 @@ from replicas.radix.engine import RadixEngine
 async def test_one_frame_a_step_with_all_its_deltas() -> None:
     async with replica() as here:
         client = Client(here)
-        here.runner.pace_s = 0.01  # a frame is written before the next step ends
         here.runner.gate.clear()
+        here.runner.singly = True
         await client.send(submit(1), submit(2, range(50, 60)), submit(3, range(70, 80)))
-        here.runner.gate.set()
-        await client.finish(1, 2, 3)
+        while not all(map(client.ended, (1, 2, 3))):
+            here.runner.gate.set()
+            await client.read(lambda seen=len(client.frames): len(client.frames) > seen)
         steps = [frame.step for frame in client.frames]
         assert steps == sorted(set(steps))
         assert max(len(frame.deltas) for frame in client.frames) == 3
