@@ -42,6 +42,10 @@ class Client:
                 assert frame is not grpc.aio.EOF, await self.call.details()
                 self.frames.append(frame)
 
+    async def read_more(self) -> None:
+        seen = len(self.frames)
+        await self.read(lambda: len(self.frames) > seen)
+
     async def finish(self, *tickets: int) -> None:
         await self.read(lambda: all(self.ended(ticket) for ticket in tickets))
 

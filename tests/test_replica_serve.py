@@ -31,7 +31,7 @@ async def test_one_frame_a_step_with_all_its_deltas() -> None:
         await client.send(submit(1), submit(2, range(50, 60)), submit(3, range(70, 80)))
         while not all(map(client.ended, (1, 2, 3))):
             here.runner.gate.set()
-            await client.read(lambda seen=len(client.frames): len(client.frames) > seen)
+            await client.read_more()
         steps = [frame.step for frame in client.frames]
         assert steps == sorted(set(steps))
         assert max(len(frame.deltas) for frame in client.frames) == 3

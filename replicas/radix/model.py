@@ -28,12 +28,12 @@ class Model:
         self.ops = ops
         self.frequencies = rope_frequencies(config.rope, config.head_dim).to(weights.norm.device)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Normed hidden states after the last layer, [rows, hidden]; writes the rows' KV to the
-        pool."""
+    def forward(self, batch: Batch, wanted: Tensor) -> Tensor:
+        """Normed hidden states after the last layer of the rows `wanted`, ascending, [wanted,
+        hidden]; writes the KV of all rows to the pool."""
         x = F.embedding(batch.tokens, self.weights.embedding).to(self.weights.norm.dtype)
         angles = batch.positions[:, None].float() * self.frequencies
-        return self.ops.layers(x, batch, angles.cos(), angles.sin())
+        return self.ops.layers(x, batch, angles.cos(), angles.sin(), wanted)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Normed hidden states [rows, hidden] to logits [rows, vocab], float32."""

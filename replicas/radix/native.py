@@ -83,6 +83,8 @@ class Step(Structure):
         ("count", _L),
         ("chunks", _P),
         ("chunk_count", _L),
+        ("wanted", _P),
+        ("wanted_count", _L),
         *((n, _P) for n in ("qkv", "partial", "attended", "inner", "packed", "normed")),
     )
 

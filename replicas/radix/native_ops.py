@@ -117,7 +117,7 @@ class NativeOps:
             config.norm_eps,
         )
 
-    def layers(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+    def layers(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor, wanted: Tensor) -> Tensor:
         config, dtype = self._config, self._pool.dtype
         rows, dim = len(x), config.head_dim
         singles = [span for span in batch.spans if span.rows == 1]
@@ -136,6 +136,7 @@ class NativeOps:
             torch.tensor([span.context for span in singles], dtype=torch.int64),
             pieces,
             torch.tensor([(c.row, c.rows, c.position, c.table) for c in chunks]),
+            wanted,
             torch.empty(rows, config.heads + 2 * config.kv_heads, dim),
             torch.empty(len(pieces), config.heads, dim + 2),
             torch.empty(rows, config.heads, dim, dtype=dtype),
@@ -145,10 +146,17 @@ class NativeOps:
         )
         pointers = [tensor.data_ptr() for tensor in held]
         step = native.Step(
-            rows, *pointers[:8], len(pieces), pointers[8], len(chunks), *pointers[9:]
+            rows,
+            *pointers[:8],
+            len(pieces),
+            pointers[8],
+            len(chunks),
+            pointers[9],
+            len(wanted),
+            *pointers[10:],
         )
         self._layers(byref(self._model), byref(step))
-        return normed
+        return normed[: len(wanted)]
 
 
 def cut(singles: Seq[Span], block_size: int, threads: int) -> Tensor:

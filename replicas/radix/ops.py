@@ -17,9 +17,10 @@ from replicas.radix.weights import Layer, Weights
 class Ops(Protocol):
     """What computes the layers."""
 
-    def layers(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+    def layers(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor, wanted: Tensor) -> Tensor:
         """All decoder layers and the last norm, of x [rows, hidden], which may be overwritten; cos
-        and sin are [rows, head_dim / 2]. Puts the rows' keys and values into the pool."""
+        and sin are [rows, head_dim / 2]. Puts the rows' keys and values into the pool. Returns
+        the rows `wanted` [any], in ascending order: the last layer computes no others."""
 
 
 class TorchOps:
@@ -31,7 +32,7 @@ class TorchOps:
         self._pool = pool
         self._heads = [config.heads, config.kv_heads, config.kv_heads]
 
-    def layers(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor) -> Tensor:
+    def layers(self, x: Tensor, batch: Batch, cos: Tensor, sin: Tensor, wanted: Tensor) -> Tensor:
         eps, plan = self._config.norm_eps, plan_attention(batch, self._pool)
         for index, layer in enumerate(self._weights.layers):
             # heads are the middle dimension: [rows, heads + 2 * kv_heads, head_dim]
@@ -39,6 +40,8 @@ class TorchOps:
             qkv = qkv.view(len(x), -1, self._config.head_dim)
             queries, keys, values = self.rotate_and_store(qkv, index, layer, batch, cos, sin)
             attended = attend(queries, keys, values, index, plan, self._pool)
+            if index == self._config.layers - 1:
+                attended, x = attended[wanted], x[wanted]
             x += layer.attention_out(attended)
             x += layer.down(layer.gate_up(rms_norm(x, layer.mlp_norm, eps)))
         return rms_norm(x, self._weights.norm, eps)

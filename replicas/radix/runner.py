@@ -54,14 +54,15 @@ class ModelRunner:
         if not chunks:
             return results
         batch = lay_out(chunks, self.block_size, self.device)
-        hidden = self._model.forward(batch)
         sampling = [
             (i, row)
             for i, row in zip(batch.order, batch.last_rows, strict=True)
             if chunks[i].samples
         ]
+        wanted = torch.tensor([row for _, row in sampling], dtype=torch.int64, device=self.device)
+        hidden = self._model.forward(batch, wanted)
         if sampling:
-            logits = self._model.logits(hidden[[row for _, row in sampling]])
+            logits = self._model.logits(hidden)
             sampled = self._sampler.sample(logits, [chunks[i].sequence for i, _ in sampling])
             for (i, _), token in zip(sampling, sampled, strict=True):
                 results[i] = token
@@ -71,7 +72,8 @@ class ModelRunner:
     def logits(self, chunks: Seq[Chunk]) -> list[Tensor]:
         """Compute the chunks as `run` does; the logits of all their positions, [tokens, vocab]."""
         batch = lay_out(chunks, self.block_size, self.device)
-        logits = self._model.logits(self._model.forward(batch))
+        everything = torch.arange(len(batch.tokens), device=self.device)
+        logits = self._model.logits(self._model.forward(batch, everything))
         results = [logits] * len(chunks)
         for i, last in zip(batch.order, batch.last_rows, strict=True):
             results[i] = logits[last + 1 - (chunks[i].end - chunks[i].start) : last + 1]

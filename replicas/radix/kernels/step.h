@@ -29,6 +29,8 @@ struct step {
     long count;                                     /* of pieces */
     const int64_t (*chunks)[4]; /* (row, rows, first position, start of table) */
     long chunk_count;
+    const int64_t *wanted; /* rows of which more than KV is needed, in order */
+    long wanted_count;
     float *qkv, *partial; /* scratch, as are the next */
     void *attended, *inner, *packed;
     void *normed; /* also what comes out */
