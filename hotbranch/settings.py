@@ -35,6 +35,7 @@ class Tenant(BaseModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     key_sha256: Sha256
     isolation: Literal["shared", "tenant"] = "shared"
+    weight: Annotated[float, Field(gt=0)] = 1.0  # its share of what busy replicas compute
 
 
 class Common(BaseModel):
@@ -47,6 +48,7 @@ class Common(BaseModel):
     cache_dir: Path = Field(
         Path("~/.cache/hotbranch"), description="where the converted embedded model is kept"
     )
+    starvation_s: Seconds = Field(60.0, description="a request older than this goes first")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="log lines as JSON or text; auto: text on a terminal"
@@ -74,7 +76,6 @@ class EngineSettings(Common):
     policy: Literal["fcfs", "longest_prefix", "least_uncached", "dfs_weight"] = Field(
         "longest_prefix", description="admission order"
     )
-    starvation_s: Seconds = Field(60.0, description="a request older than this goes first")
 
 
 class ReplicaSettings(EngineSettings):
@@ -109,6 +110,17 @@ class GatewaySettings(Common):
     max_open: Positive = Field(4096, description="requests in flight, at most; beyond: 429")
     index_blocks: Positive = Field(
         1 << 22, description="blocks the index knows of, at most; from 90 bytes each"
+    )
+    window: Seconds = Field(
+        1.0, description="chunks of prefill that a replica has ahead while others wait"
+    )
+    max_queued: Positive = Field(
+        2048, description="requests waiting for their turn, at most; beyond: 429"
+    )
+    deadline_s: float = Field(
+        0.0,
+        ge=0,
+        description="a request that cannot begin within so many seconds gets a 429; 0: it waits",
     )
     prediction_s: Seconds = Field(30.0, description="life of a predicted cache entry")
     drain_s: Seconds = Field(30.0, description="how long a stopping process lets requests finish")
@@ -173,7 +185,6 @@ class SimulateSettings(Common):
     window: Seconds = Field(
         1.0, description="chunks of prefill that a replica has ahead while others wait"
     )
-    starvation_s: Seconds = Field(60.0, description="a request older than this goes first")
     order: Literal["depth_first", "arrival"] = Field(
         "depth_first", description="order of requests that wait at the router"
     )

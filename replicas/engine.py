@@ -130,6 +130,7 @@ class Facts:
     max_context: int
     vocab_size: int
     ranks: int = 1
+    chunk_tokens: int = 0  # prefilled in one step, at most; 0 when unknown
 
 
 class Engine(Protocol):

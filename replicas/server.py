@@ -146,6 +146,7 @@ class ReplicaServer:
             metrics_address=self.metrics_address,
             version=__version__,
             key_check=key_check(),
+            chunk_tokens=facts.chunk_tokens,
         )
 
     async def _supervise(self) -> None:

@@ -23,7 +23,8 @@ from router.index.view import View
 from router.observe.admin import Admin
 from router.observe.metrics import Metrics
 from router.prompt.models import Model, load_model
-from router.schedule.dispatch import PlacingDispatcher
+from router.schedule.dispatch import QueueingDispatcher
+from router.schedule.scheduler import Rules
 
 EXPIRE_S = 1.0
 UNUSABLE = 2  # exit status of settings that cannot work here, as of wrong flags
@@ -50,7 +51,16 @@ class Router:
             lambda address: View(self.index, address, self.recoveries),
             settings.drain_s,
         )
-        self.dispatcher = PlacingDispatcher(self.fleet, self.index)
+        self.dispatcher = QueueingDispatcher(
+            self.fleet,
+            self.index,
+            Rules(
+                window=settings.window,
+                starvation_s=settings.starvation_s,
+                most_waiting=settings.max_queued,
+            ),
+            {tenant.name: tenant.weight for tenant in settings.tenants},
+        )
         self.metrics = Metrics(self.fleet, self.index, self.dispatcher, self.recoveries)
         admin = Admin(self.fleet, self.index)
         self._app = App(

@@ -22,7 +22,7 @@ from router.fleet.link import Link, State
 from router.generation import Prompt, Refused, Unavailable
 from router.index.index import Index
 from router.index.view import View
-from router.schedule.dispatch import PlacingDispatcher
+from router.schedule.dispatch import QueueingDispatcher
 from router.schedule.route import LiveRoute
 
 BLOCK = 4
@@ -91,7 +91,7 @@ class Setup:
     discovery: ListedDiscovery
     fleet: Fleet
     index: Index
-    dispatcher: PlacingDispatcher
+    dispatcher: QueueingDispatcher
     recoveries: Counter[str]
 
     def link(self, replica: Replica) -> Link:
@@ -124,7 +124,7 @@ async def router(replicas: list[Replica], index: Index | None = None) -> AsyncIt
     await fleet.start()
     try:
         await eventually(lambda: len(fleet.ready(MODEL)) == len(replicas))
-        dispatcher = PlacingDispatcher(fleet, index)
+        dispatcher = QueueingDispatcher(fleet, index)
         yield Setup(replicas, discovery, fleet, index, dispatcher, recoveries)
     finally:
         await fleet.stop()
@@ -373,7 +373,7 @@ async def test_a_request_goes_only_to_replicas_that_serve_its_model() -> None:
     await fleet.start()
     try:
         await eventually(lambda: bool(fleet.ready(MODEL) and fleet.ready("other")))
-        dispatcher = PlacingDispatcher(fleet, index)
+        dispatcher = QueueingDispatcher(fleet, index)
         for _ in range(3):
             for replica, model in zip(replicas, (MODEL, "other"), strict=True):
                 route = await dispatcher.open(prompt(1, model=model), [Sampling(max_tokens=1)])

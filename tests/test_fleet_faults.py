@@ -30,7 +30,7 @@ from router.fleet.watch import Disconnected
 from router.generation import Refused, Unavailable
 from router.index.index import Index
 from router.index.view import View
-from router.schedule.dispatch import PlacingDispatcher
+from router.schedule.dispatch import QueueingDispatcher
 
 
 class FailingView(View):
@@ -60,7 +60,7 @@ async def test_a_link_outlives_an_error_that_nobody_foresaw() -> None:
     try:
         await eventually(lambda: view.current)
         await eventually(lambda: fleet.links[0].state is State.READY)
-        dispatcher = PlacingDispatcher(fleet, index)
+        dispatcher = QueueingDispatcher(fleet, index)
         index.add(Holder(replica.address))
         route = await dispatcher.open(prompt(1), [Sampling(max_tokens=2)])
         assert await finishes(route) == [FINISH_REASON_LENGTH]

@@ -1,98 +1,211 @@
-"""Where a prompt goes, by the rules of `router.schedule.placement`."""
+"""Where a prompt goes, by our own policy and its scheduler: pure, under a clock of its own."""
 
 from collections import Counter
+from dataclasses import dataclass
+from math import inf
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.fleet.holder import Holder
 from router.fleet.outstanding import Outstanding
-from router.schedule.placement import Candidate, cost, place
+from router.index.index import Index
+from router.schedule.job import Job
+from router.schedule.policies.hotbranch import Hotbranch, cost
+from router.schedule.scheduler import Dispatch, FleetScheduler, Full, Late, Nowhere, Rules
+
+SIZE = 16
 
 
-def candidate(
-    replica: str, matched: int = 0, outstanding: int = 0, running: int = 0, rank: int = 0
-) -> Candidate:
-    return Candidate(Holder(replica, rank), matched, outstanding, 1e-3, 0.02, running)
+@dataclass(frozen=True)
+class Told:
+    """A load report."""
+
+    outstanding_tokens: int = 0
+    prefill_s_per_token: float = 1e-3
+    running: int = 0
+    step_s: float = 0.0
+
+
+class World:
+    """Servers that our own policy chooses from; everything goes out at once."""
+
+    def __init__(self, *names: str, ranks: int = 1, window: float = 1e9, most: float = inf) -> None:
+        self.index = Index()
+        rules = Rules(window=window, most_waiting=most)
+        self.scheduler = FleetScheduler(self.index, Hotbranch(), rules, {})
+        for name in names:
+            for rank in range(ranks):
+                holder = Holder(name, rank)
+                self.index.add(holder, SIZE, 10_000)
+                self.index.replace(holder, [], 0.0)
+                self.scheduler.add(holder, SIZE, 160, room=100 * SIZE)
+                self.told(name, Told(), rank)
+
+    def told(self, name: str, told: Told, rank: int = 0, now: float = 0.0) -> None:
+        server = self.scheduler.servers[Holder(name, rank)]
+        self.scheduler.reported(server, told, now)  # type: ignore[arg-type]
+
+    def holds(self, name: str, *path: int, rank: int = 0) -> None:
+        self.index.store(Holder(name, rank), None, keys(path), 0.0)
+
+    def place(self, asked: Job) -> Dispatch:
+        """Where it goes; then as if it had never been there."""
+        (out,) = self.scheduler.arrive(asked, 0.0)
+        self.index.withdraw(out.server.holder, asked.keys[SIZE])
+        self.scheduler.ended(asked, out.server, 0.0)
+        return out
+
+    def home(self, asked: Job) -> Holder:
+        return self.place(asked).server.holder
+
+
+def keys(path: tuple[int, ...]) -> list[int]:
+    return [hash(path[: end + 1]) for end in range(len(path))]
+
+
+def job(id: int, *path: int, **fields: object) -> Job:
+    return Job(id, len(path) * SIZE + 1, {SIZE: keys(path)}, 0.0, **fields)  # type: ignore[arg-type]
 
 
 def test_the_match_wins_when_loads_are_equal() -> None:
-    assert place(1000, 1, [candidate("a"), candidate("b", 800)]).candidate.holder.replica == "b"
+    world = World("a", "b", "c")
+    world.holds("b", *range(30))
+    out = world.place(job(1, *range(40)))
+    assert (out.server.holder, out.reason, out.matched) == (Holder("b"), "match", 30)
 
 
-def test_a_match_is_worth_waiting_for_up_to_half_of_what_it_saves() -> None:
-    near = place(1000, 1, [candidate("a"), candidate("b", 800, outstanding=1100)])
-    assert (near.candidate.holder.replica, near.reason) == ("b", "match")
-    far = place(1000, 1, [candidate("a"), candidate("b", 800, outstanding=1300)])
-    assert (far.candidate.holder.replica, far.reason) == ("a", "cost")
+def test_field_report_1_and_6_what_was_sent_since_a_report_counts() -> None:
+    world = World("a", "b")
+    for id in range(40):
+        world.scheduler.arrive(job(id, id, *range(100, 130)), 0.0)
+    sent = Counter(s.holder.replica for s in world.scheduler.servers.values() for _ in s.sent)
+    assert min(sent.values()) >= 15
 
 
-def test_a_prefix_that_all_hold_carries_no_affinity() -> None:
-    everywhere = [candidate("a", 500, outstanding=4000), candidate("b", 500)]
-    assert place(1000, 1, everywhere).candidate.holder.replica == "b"
+def test_field_report_2_a_miss_goes_by_load_and_not_to_the_smallest_tree() -> None:
+    world = World("full", "empty")
+    world.holds("full", *range(1000, 3000))
+    world.told("empty", Told(outstanding_tokens=20_000))
+    assert {world.home(job(id, id, *range(20))) for id in range(30)} == {Holder("full")}
+
+
+def test_field_report_3_one_hot_replica_does_not_switch_affinity_off_for_others() -> None:
+    world = World("hot", "b", "c")
+    world.told("hot", Told(outstanding_tokens=100_000))
+    world.holds("b", *range(30))
+    assert world.home(job(1, *range(40))) == Holder("b")
+
+
+def test_field_report_7_a_prefix_that_all_hold_carries_no_affinity() -> None:
+    world = World("a", "b")
+    for name in "ab":
+        world.holds(name, *range(30))
+    world.told("a", Told(outstanding_tokens=4000))
+    assert {world.home(job(id, *range(30), 100 + id)) for id in range(20)} == {Holder("b")}
+
+
+def test_field_report_8_load_is_tokens_and_not_requests() -> None:
+    world = World("few-long", "many-short")
+    world.told("few-long", Told(outstanding_tokens=60_000, running=2))
+    world.told("many-short", Told(outstanding_tokens=2_000, running=40))
+    assert {world.home(job(id, id, *range(20))) for id in range(30)} == {Holder("many-short")}
 
 
 def test_noise_in_what_replicas_measure_does_not_empty_one_of_them() -> None:
-    fleet = [Candidate(Holder("a"), 0, 0, 1.0e-3, 0, 0), Candidate(Holder("b"), 0, 0, 1.2e-3, 0, 0)]
-    homes = Counter(place(1000, family, fleet).candidate.holder.replica for family in range(400))
-    assert min(homes["a"], homes["b"]) > 120
+    world = World("a", "b")
+    world.told("b", Told(prefill_s_per_token=1.9e-3), now=5.0)
+    world.told("a", Told(prefill_s_per_token=1.0e-3), now=10.0)
+    world.told("b", Told(prefill_s_per_token=1.8e-3), now=10.1)  # between two looks at all
+    assert len({server.prefill_s_per_token for server in world.scheduler.servers.values()}) == 1
+    homes = Counter(world.home(job(id, id, *range(20))).replica for id in range(200))
+    assert min(homes["a"], homes["b"]) > 60
 
 
-def test_a_slow_home_gives_way_to_the_second_candidate() -> None:
-    fleet = [candidate("a", outstanding=1000), candidate("b")]
-    assert all(place(1000, family, fleet).candidate.holder.replica == "b" for family in range(50))
+def test_another_kind_of_machine_counts_as_what_it_is() -> None:
+    world = World("a", "b", "slow")
+    world.told("slow", Told(prefill_s_per_token=5e-3), now=5.0)
+    speeds = {s.holder.replica: s.prefill_s_per_token for s in world.scheduler.servers.values()}
+    assert speeds == {"a": 1e-3, "b": 1e-3, "slow": 5e-3}
 
 
-def test_one_hot_replica_does_not_switch_affinity_off_for_others() -> None:
-    fleet = [
-        candidate("hot", 0, outstanding=100_000),
-        candidate("b", 800),
-        candidate("c"),
-    ]
-    assert place(1000, 1, fleet).candidate.holder.replica == "b"
+def test_who_has_measured_nothing_counts_as_typical() -> None:
+    world = World("a", "b")
+    fresh = world.scheduler.add(Holder("c"), SIZE, 160)
+    assert fresh.prefill_s_per_token == 1e-3
 
 
 def test_families_spread_and_each_stays() -> None:
-    fleet = [candidate(name) for name in "abcdefgh"]
-    homes = [place(1000, family, fleet).candidate.holder.replica for family in range(800)]
-    assert homes == [place(1000, family, fleet).candidate.holder.replica for family in range(800)]
-    assert min(Counter(homes).values()) > 60 and len(Counter(homes)) == 8
+    world = World(*"abcdefgh")
+    homes = [world.home(job(id, id, *range(20))) for id in range(400)]
+    assert homes == [world.home(job(id, id, *range(20))) for id in range(400)]
+    assert len(set(homes)) == 8 and min(Counter(homes).values()) > 25
 
 
-def test_ranks_of_one_replica_are_candidates_of_their_own() -> None:
-    ranks = [candidate("a", rank=0), candidate("a", 800, rank=1)]
-    assert place(1000, 1, ranks).candidate.holder == Holder("a", 1)
-    ranks = [candidate("a", rank=rank) for rank in range(4)]
-    homes = Counter(place(1000, family, ranks).candidate.holder.rank for family in range(400))
-    assert min(homes[rank] for rank in range(4)) > 60
+def test_ranks_of_one_replica_are_servers_of_their_own() -> None:
+    world = World("a", ranks=4)
+    world.holds("a", *range(30), rank=1)
+    assert world.home(job(1, *range(40))) == Holder("a", 1)
+    homes = Counter(world.home(job(id, id, *range(20))).rank for id in range(200))
+    assert len(homes) == 4 and min(homes.values()) > 25
 
 
-candidates = st.lists(
-    st.builds(
-        Candidate,
-        st.builds(Holder, st.uuids().map(str), st.integers(0, 3)),
-        st.integers(0, 1000),
-        st.integers(0, 50_000),
-        st.floats(1e-6, 1e-2),
-        st.floats(0, 0.1),
-        st.integers(0, 8),
-    ),
-    min_size=1,
-    max_size=6,
+def test_a_prompt_goes_where_it_fits_and_where_it_has_not_been() -> None:
+    world = World("a", "b")
+    world.scheduler.servers[Holder("a")].room = 10 * SIZE
+    assert world.home(job(1, *range(10))) == Holder("b")
+    assert world.home(job(2, *range(9), avoids=frozenset("b"))) == Holder("a")
+    # where it fits nowhere, one says why
+    assert world.home(job(3, *range(200), avoids=frozenset("b"))) == Holder("a")
+    with pytest.raises(Nowhere):
+        world.scheduler.arrive(job(4, 1, avoids=frozenset("ab")), 0.0)
+    with pytest.raises(Nowhere):
+        world.scheduler.arrive(Job(5, 17, {32: [1]}, 0.0), 0.0)
+    assert not world.scheduler.waiting
+
+
+def test_no_more_wait_than_may() -> None:
+    world = World("a", window=1.0, most=2)
+    for id in range(3):
+        world.scheduler.arrive(job(id, id, *range(20)), 0.0)
+    with pytest.raises(Full) as full:
+        world.scheduler.arrive(job(3, 3, *range(20)), 0.0)
+    assert full.value.seconds == pytest.approx(3 * 321 * 1e-3)  # one that was sent, two that wait
+    assert len(world.scheduler.waiting) == 2
+
+
+def test_what_would_be_late_is_refused_at_once() -> None:
+    world = World("a", "b", window=1.0)
+    for name in "ab":
+        world.told(name, Told(outstanding_tokens=2000))
+    with pytest.raises(Late):
+        world.scheduler.arrive(job(1, *range(20), deadline=2.0), 0.0)
+    world.told("b", Told(outstanding_tokens=1000))
+    world.scheduler.arrive(job(2, *range(20), deadline=2.0), 0.0)
+    assert list(world.scheduler.waiting) == [2]
+
+
+@given(
+    matched=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    ahead=st.lists(st.integers(0, 50_000), min_size=3, max_size=3),
 )
-
-
-@given(fleet=candidates, discriminator=st.integers(0, 2**64 - 1))
-def test_the_choice_costs_at_most_half_its_saving_more_than_the_cheapest(
-    fleet: list[Candidate], discriminator: int
+def test_a_choice_costs_at_most_what_it_saves_more_than_the_cheapest(
+    matched: list[int], ahead: list[int]
 ) -> None:
-    placement = place(1000, discriminator, fleet)
-    assert placement.candidate in fleet
-    if placement.reason in ("match", "cost"):
-        cheapest = min(fleet, key=lambda c: cost(c, 1000))
-        chosen = placement.candidate
-        saved = max(0, chosen.matched - cheapest.matched) * chosen.prefill_s_per_token
-        assert placement.cost_s <= cost(cheapest, 1000) + saved / 2 + 1e-9
+    world = World(*"abc"[: len(matched)])
+    for name, blocks, tokens in zip("abc", matched, ahead, strict=False):
+        world.holds(name, *range(blocks))
+        world.told(name, Told(outstanding_tokens=tokens))
+    costs = {
+        Holder(name): cost(world.scheduler.servers[Holder(name)], 641 - blocks * SIZE)
+        for name, blocks in zip("abc", matched, strict=False)
+    }
+    out = world.place(job(1, *range(40)))
+    if out.reason in ("match", "cost"):
+        cheapest = min(costs, key=lambda holder: costs[holder])
+        most = Hotbranch().pull * (max(matched) - min(matched)) * SIZE * 1e-3
+        assert costs[out.server.holder] <= costs[cheapest] + most + 1e-9
 
 
 def test_outstanding_adds_what_was_sent_since_the_report() -> None:

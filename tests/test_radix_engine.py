@@ -415,6 +415,8 @@ def test_step_cost_tells_prefill_from_decode() -> None:
     cost = StepCost()
     assert (cost.step_s, cost.prefill_s_per_token) == (0.0, 0.0)
     decode, prefill = Chunk(sequence, 5, 6), Chunk(sequence, 0, 100)
+    cost.observe([Chunk(sequence, 0, 2)], 0.03)
+    assert cost.prefill_s_per_token == 0.0, "a first short prompt tells of a step, not of tokens"
     for _ in range(50):
         cost.observe([decode, decode], 0.01)
         cost.observe([prefill], 0.21)

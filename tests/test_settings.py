@@ -73,7 +73,7 @@ def test_a_mapping_by_flags() -> None:
 
 
 def test_tenants_from_yaml_and_environment(tmp_path: Path) -> None:
-    tenants = [{"name": "a", "key_sha256": "0" * 64, "isolation": "tenant"}]
+    tenants = [{"name": "a", "key_sha256": "0" * 64, "isolation": "tenant", "weight": 2.0}]
     path = tmp_path / "tenants.yaml"
     path.write_text(json.dumps({"tenants": tenants}))
     assert [tenant.model_dump() for tenant in router(None, path).tenants] == tenants

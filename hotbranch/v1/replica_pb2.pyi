@@ -22,7 +22,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("replica_id", "epoch", "model", "tokenizer_fingerprint", "block_size", "capacity_blocks", "max_context", "vocab_size", "engine", "ranks", "metrics_address", "version", "draining", "key_check")
+    __slots__ = ("replica_id", "epoch", "model", "tokenizer_fingerprint", "block_size", "capacity_blocks", "max_context", "vocab_size", "engine", "ranks", "metrics_address", "version", "draining", "key_check", "chunk_tokens")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class Description(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     KEY_CHECK_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     epoch: int
     model: str
@@ -51,7 +52,8 @@ class Description(_message.Message):
     version: str
     draining: bool
     key_check: int
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., engine: _Optional[str] = ..., ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., version: _Optional[str] = ..., draining: _Optional[bool] = ..., key_check: _Optional[int] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., engine: _Optional[str] = ..., ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., version: _Optional[str] = ..., draining: _Optional[bool] = ..., key_check: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("namespace", "token_ids", "ttl_s")

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 FAILURES = 3  # failed steps in a row that make the engine unhealthy
 DECAY = 0.9  # weight of the past in the moving averages
+TELLING = 128  # tokens of prefill that take longer than what any step takes
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ class StepCost:
         if not prefill:
             self.step_s = DECAY * self.step_s + (1 - DECAY) * seconds if self.step_s else seconds
             return
+        if not self.step_s and prefill < TELLING:
+            return  # most of it is the step itself, of which nothing is known yet
         # Reading the weights costs a step, whatever it computes: without taking that off, a replica
         # that sees only short suffixes would look slow. For the same reason sums decay, not ratios.
         self._prefill_s = DECAY * self._prefill_s + max(0.0, seconds - self.step_s)
@@ -95,6 +98,7 @@ class RadixEngine:
             capacity_blocks=limits.blocks,
             max_context=limits.max_context,
             vocab_size=vocab_size,
+            chunk_tokens=limits.chunk_tokens,
         )
         self._scheduler = Scheduler(limits, eos)
         self._runner = runner

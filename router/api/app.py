@@ -52,7 +52,9 @@ class App:
         self._admin_key = settings.admin_key_sha256
         self._admin = admin
         tenants = Tenants(settings.tenants)
-        inference = Inference(models, tenants, self.generator, settings.max_choices, now)
+        inference = Inference(
+            models, tenants, self.generator, settings.max_choices, settings.deadline_s, now
+        )
         info = Info(models, tenants, ready, registry)
         self._routes: Routes = {
             "/v1/chat/completions": {"POST": inference.chat},

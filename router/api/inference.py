@@ -32,6 +32,7 @@ class Inference:
     tenants: Tenants
     generator: Generator
     max_choices: int
+    deadline_s: float
     now: Callable[[], float]
 
     async def chat(self, request: Request) -> Response:
@@ -135,6 +136,7 @@ class Inference:
                 request_id=request.request_id,
                 salt=salt,
                 priority=options.priority,
+                deadline_s=self.deadline_s,
             )
             for prompt in ids
         ]

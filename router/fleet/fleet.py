@@ -13,7 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class Fleet:
-    """Keeps one link per address. A replica that discovery drops finishes its work, then goes."""
+    """Keeps one link per address. A replica that discovery drops finishes its work, then goes.
+
+    `changed` is called with a link that has come, gone, or reported.
+    """
 
     def __init__(
         self,
@@ -22,6 +25,7 @@ class Fleet:
         watcher: Callable[[str], Watcher],
         drain_s: float,
     ) -> None:
+        self.changed: Callable[[Link], None] = _nobody
         self._discovery = discovery
         self._fingerprints = fingerprints
         self._watcher = watcher
@@ -40,8 +44,12 @@ class Fleet:
         return [
             link
             for link in self._links.values()
-            if link.state is State.READY and link.description and link.description.model == model
+            if self.takes(link) and link.description and link.description.model == model
         ]
+
+    def takes(self, link: Link) -> bool:
+        """Whether new requests may go to it."""
+        return link.state is State.READY and self._links.get(link.address) is link
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._follow(), name="fleet")
@@ -60,11 +68,17 @@ class Fleet:
     async def _follow(self) -> None:
         async for addresses in self._discovery.watch():
             for address in addresses - self._links.keys():
-                self._links[address] = self._returned(address) or Link(
-                    address, self._fingerprints, self._watcher(address)
+                link = self._returned(address) or Link(
+                    address,
+                    self._fingerprints,
+                    self._watcher(address),
+                    lambda link: self.changed(link),
                 )
+                self._links[address] = link
+                self.changed(link)
             for address in self._links.keys() - addresses:
                 link = self._links.pop(address)
+                self.changed(link)
                 task = asyncio.create_task(self._leave(link))
                 self._leaving[address] = link, task
                 self._leavings.add(task)
@@ -92,3 +106,7 @@ class Fleet:
             )
         del self._leaving[link.address]
         await link.close()
+
+
+def _nobody(link: Link) -> None:
+    pass

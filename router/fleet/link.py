@@ -11,7 +11,7 @@ import logging
 import random
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -70,10 +70,17 @@ class Receiver(Protocol):
 class Link:
     """A replica by its address. `fingerprints` maps served names to our tokenizers'.
 
-    `idle` is set while no request is open.
+    `idle` is set while no request is open. `changed` is called when its state or its load has
+    changed; when it is lost, before the receivers hear of it.
     """
 
-    def __init__(self, address: str, fingerprints: Mapping[str, str], watcher: Watcher) -> None:
+    def __init__(
+        self,
+        address: str,
+        fingerprints: Mapping[str, str],
+        watcher: Watcher,
+        changed: Callable[["Link"], None],
+    ) -> None:
         self.address = address
         self.state = State.CONNECTING
         self.problem = ""
@@ -88,6 +95,7 @@ class Link:
         self._outbox = ClientFrame()
         self._wake = asyncio.Event()
         self._closing = False
+        self._changed = changed
         self.idle = asyncio.Event()
         self.idle.set()
         self._task = asyncio.create_task(self._run(), name=f"link {address}")
@@ -128,6 +136,7 @@ class Link:
         """Take no new requests; those in flight go on."""
         if self.state is State.READY:
             self.state = State.DRAINING
+            self._changed(self)
 
     async def close(self) -> None:
         """Disconnect for good. Open requests are lost, the replica's blocks forgotten.
@@ -184,6 +193,7 @@ class Link:
         await call.wait_for_connection()
         self.state = State.DRAINING if self.description.draining else State.READY
         event(log, "replica connected", replica=self.replica_id, address=self.address)
+        self._changed(self)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(call))
             tasks.create_task(self._read(call))
@@ -245,6 +255,7 @@ class Link:
     def _loaded(self, load: Load) -> None:
         self.load = load
         self.outstanding.reported(load.outstanding_tokens)
+        self._changed(self)
 
     async def _watch_health(self, channel: grpc.aio.Channel) -> None:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs name no methods
@@ -252,6 +263,7 @@ class Link:
             serving = health.status == health_pb2.HealthCheckResponse.SERVING
             if serving and self.state is State.DRAINING:
                 self.state = State.READY
+                self._changed(self)
             elif not serving:
                 self.drain()
         raise Disconnected("the replica ended its health stream")
@@ -262,6 +274,7 @@ class Link:
         if self.state is not State.REFUSED:
             self.state = State.CONNECTING
         self.load = None
+        self._changed(self)
         self.outstanding = Outstanding()
         self._outbox = ClientFrame()
         receivers = dict.fromkeys(receiver for receiver, _ in self._open.values())

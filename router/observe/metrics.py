@@ -18,7 +18,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.link import Link, State
 from router.index.index import Index
 from router.index.view import RECOVERIES
-from router.schedule.dispatch import PlacingDispatcher
+from router.schedule.dispatch import QueueingDispatcher
 
 # Seconds. From a cached prefix on a GPU to a cold long prompt on a CPU.
 TTFT_BUCKETS = (
@@ -67,7 +67,7 @@ class Metrics:
         self,
         fleet: Fleet,
         index: Index,
-        dispatcher: PlacingDispatcher,
+        dispatcher: QueueingDispatcher,
         recoveries: Mapping[str, int],
     ) -> None:
         self.registry = registry = CollectorRegistry()
@@ -219,7 +219,7 @@ class _StateCollector(Collector):
         self,
         fleet: Fleet,
         index: Index,
-        dispatcher: PlacingDispatcher,
+        dispatcher: QueueingDispatcher,
         recoveries: Mapping[str, int],
         before: Callable[[], None],
     ) -> None:
@@ -241,7 +241,13 @@ class _StateCollector(Collector):
         index, dispatcher = self._index, self._dispatcher
         yield _gauge("index_blocks", "Distinct blocks that replicas reported.", index.blocks)
         yield _gauge("index_predicted_blocks", "Predicted blocks.", index.predicted_blocks)
-        yield _gauge("open_routes", "Prompts placed and not finished.", dispatcher.open_routes)
+        yield _gauge("open_routes", "Prompts sent and not finished.", dispatcher.open_routes)
+        yield _gauge("waiting_prompts", "Prompts that wait for their turn.", dispatcher.waiting)
+        yield CounterMetricFamily(
+            "hotbranch_stolen_prompts",
+            "Waiting prompts that an idle replica took over from another.",
+            dispatcher.stolen,
+        )
         yield CounterMetricFamily(
             "hotbranch_retries",
             "Prompts placed again before a first token.",

@@ -1,9 +1,18 @@
-"""From a tokenised prompt to a replica that generates: keys, match, place, predict, submit."""
+"""From a tokenised prompt to a replica that generates: keys, a place, a turn, a route.
 
+The fleet's scheduler decides, once for each model; here its decisions meet the links.
+"""
+
+import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Sequence
-from statistics import median
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, inf
+from typing import NamedTuple
 
 from hotbranch.keys import TOKEN_BYTES, root
 from hotbranch.log import event
@@ -14,26 +23,73 @@ from router.fleet.link import Link
 from router.generation import Prompt, Refused, Unavailable
 from router.index.chains import KeyChains
 from router.index.index import Index
-from router.schedule.placement import Candidate, Placement, place
+from router.schedule.job import Job
+from router.schedule.policies.hotbranch import Hotbranch
 from router.schedule.route import LiveRoute, Lost, Rejected
+from router.schedule.scheduler import Dispatch, FleetScheduler, Full, Late, Nowhere, Rules
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-PREFILL_S_PER_TOKEN = 1e-4  # until some replica has measured its own
-ALIKE = 2.0  # measured speeds within this factor of the typical one are the same speed
+CHUNK_TOKENS = 512  # of a replica that does not say
+LONGEST_RETRY_S = 60
+SHORTEST_S = 0.001  # until a deadline: 0 is none
 
 
-class PlacingDispatcher:
-    """Implements `router.generation.Dispatcher` over the fleet and the index."""
+class Sent(NamedTuple):
+    """A prompt that is on its way to a replica."""
 
-    def __init__(self, fleet: Fleet, index: Index) -> None:
+    dispatch: Dispatch
+    route: LiveRoute
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A prompt that waits for its turn."""
+
+    prompt: Prompt
+    samplings: Sequence[Sampling]
+    turn: "asyncio.Future[Sent]"
+
+
+class QueueingDispatcher:
+    """Implements `router.generation.Dispatcher` over the fleet and the index.
+
+    `weights` are those of the tenants. Whatever changes at a link moves what waits, at once.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        index: Index,
+        rules: Rules = Rules(),  # noqa: B008 - frozen
+        weights: Mapping[str, float] = {},
+    ) -> None:
         self._fleet = fleet
         self._index = index
+        self._rules = rules
+        self._weights = weights
+        self._schedulers: dict[str, FleetScheduler] = {}  # by model
+        self._links: dict[Holder, tuple[Link, FleetScheduler]] = {}  # of those in a scheduler
+        self._waiting: dict[int, _Waiting] = {}  # by job
+        self._ids = itertools.count(1)
         self.chains = KeyChains()
         self.open_routes = 0
         self.retries = 0
-        self.placements: dict[str, int] = {}
+        self.placements: Counter[str] = Counter()
+        for link in fleet.links:
+            self._changed(link)
+        fleet.changed = self._changed
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for their turn."""
+        return len(self._waiting)
+
+    @property
+    def stolen(self) -> int:
+        """Prompts that an idle replica took from another one's queue."""
+        return sum(scheduler.stolen for scheduler in self._schedulers.values())
 
     async def open(self, prompt: Prompt, samplings: Sequence[Sampling]) -> LiveRoute:
         """Place one prompt; returns once the first delta is there. Raises Unavailable, Refused.
@@ -41,27 +97,33 @@ class PlacingDispatcher:
         A replica that goes, drains or is full before the first token costs one attempt; the prompt
         is then placed on another.
         """
-        tried: set[str] = set()
+        arrived = _now()
+        deadline = arrived + (prompt.deadline_s or inf)
+        tried: frozenset[str] = frozenset()
         problem = Unavailable(f"no replica is ready for {prompt.model!r}")
         for _ in range(ATTEMPTS):
-            links = [link for link in self._fleet.ready(prompt.model) if link.address not in tried]
-            if not links:
+            job = self._job(prompt, arrived, deadline, tried)
+            try:
+                sent = await self._turn(job, prompt, samplings)
+            except Nowhere:
                 break
             if tried:
                 self.retries += 1
                 event(log, "retry", request_id=prompt.request_id, reason=str(problem))
-            # where it fits nowhere, a replica says why
-            links = [link for link in links if _fits(link, prompt)] or links
-            link, holder, route, keys = self._dispatch(prompt, samplings, links)
+            route, holder = sent.route, sent.dispatch.server.holder
+            keys = job.keys[sent.dispatch.server.block_size]
             try:
                 await route.begun()
-                self._settle(holder, route, keys, _block_size(link))
+                self._began(prompt.model, sent)
                 return route
             except Rejected as rejected:
                 self._index.withdraw(holder, keys)
                 if rejected.reason == Rejection.REASON_INVALID:
                     raise Refused(str(rejected)) from None
-                full = rejected.reason == Rejection.REASON_OVERLOADED
+                full = rejected.reason in (
+                    Rejection.REASON_OVERLOADED,
+                    Rejection.REASON_DEADLINE,
+                )
                 problem = Unavailable(str(rejected), overloaded=full)
             except Lost as lost:
                 self._index.withdraw(holder, keys)
@@ -71,112 +133,158 @@ class PlacingDispatcher:
                     self._index.withdraw(holder, keys)
                 route.cancel()
                 raise
-            tried.add(link.address)
+            tried |= {holder.replica}
         raise problem
 
-    def _dispatch(
-        self, prompt: Prompt, samplings: Sequence[Sampling], links: Sequence[Link]
-    ) -> tuple[Link, Holder, LiveRoute, list[int]]:
-        now = time.monotonic()
-        self._index.expire(now)
-        tokens = len(prompt.token_ids) // TOKEN_BYTES
+    def _job(self, prompt: Prompt, arrived: float, deadline: float, tried: frozenset[str]) -> Job:
+        scheduler = self._schedulers.get(prompt.model)
+        sizes = {server.block_size for server in scheduler.servers.values()} if scheduler else set()
         seed = root(prompt.model, prompt.adapter, prompt.salt)
-        placement, link, keys = self._place(prompt.token_ids, seed, links)
-        matched, holder = placement.candidate.matched, placement.candidate.holder
-        self.placements[placement.reason] = self.placements.get(placement.reason, 0) + 1
-        self._index.predict(holder, keys, now)
-        self.open_routes += 1
-        route = LiveRoute(link, len(samplings), matched, self._closed)
-        submits = [_submit(prompt, sampling, matched, holder.rank) for sampling in samplings]
-        route.tickets = link.submit(submits, route, tokens - matched)
-        event(
-            log,
-            "placed",
-            severity=logging.DEBUG,
-            request_id=prompt.request_id,
-            replica=link.replica_id,
-            rank=holder.rank,
-            tokens=tokens,
-            matched=matched,
-            reason=placement.reason,
+        return Job(
+            id=next(self._ids),
+            tokens=len(prompt.token_ids) // TOKEN_BYTES,
+            keys={size: self.chains.keys(prompt.token_ids, size, seed) for size in sorted(sizes)},
+            arrived=arrived,
+            tenant=prompt.tenant,
+            priority=prompt.priority,
+            deadline=deadline,
+            seed=seed,
+            avoids=tried,
         )
-        return link, holder, route, keys
 
-    def _place(
-        self, token_ids: bytes, seed: int, links: Sequence[Link]
-    ) -> tuple[Placement, Link, list[int]]:
-        tokens = len(token_ids) // TOKEN_BYTES
-        by_address = {link.address: link for link in links}
-        keys: dict[int, list[int]] = {}  # by block size
-        candidates = []
-        discriminator = seed
-        typical = _typical_speed(links)
-        for size in sorted({_block_size(link) for link in links}):
-            keys[size] = self.chains.keys(token_ids, size, seed)
-            alike = [link for link in links if _block_size(link) == size]
-            match = self._index.match(keys[size])
-            depths = match.depths()
-            shared = min(depths.get(holder, 0) for link in alike for holder in link.holders)
-            discriminator = keys[size][shared] if shared < len(keys[size]) else discriminator
-            # one token is always computed, to have logits to sample from
-            longest = (tokens - 1) // size
-            candidates += [
-                _candidate(link, holder, min(depths.get(holder, 0), longest) * size, typical)
-                for link in alike
-                for holder in link.holders
-            ]
-        placement = place(tokens, discriminator, candidates)
-        link = by_address[placement.candidate.holder.replica]
-        return placement, link, keys[_block_size(link)]
+    async def _turn(self, job: Job, prompt: Prompt, samplings: Sequence[Sampling]) -> Sent:
+        """Wait until it is sent. Raises Nowhere, and Unavailable for too much that waits."""
+        scheduler = self._schedulers.get(prompt.model)
+        if scheduler is None or not scheduler.servers:
+            raise Nowhere
+        waiting = _Waiting(prompt, samplings, asyncio.get_running_loop().create_future())
+        self._waiting[job.id] = waiting
+        try:
+            self._perform(scheduler, scheduler.arrive(job, _now()))
+            async with asyncio.timeout(None if job.deadline == inf else job.deadline - _now()):
+                return await waiting.turn
+        except Full as full:
+            seconds = min(LONGEST_RETRY_S, max(1, ceil(full.seconds)))
+            raise Unavailable(str(full), seconds, overloaded=True) from None
+        except Late:
+            raise _too_late(prompt) from None
+        except TimeoutError:
+            self._give_up(scheduler, job, waiting)
+            raise _too_late(prompt) from None
+        except BaseException:
+            self._give_up(scheduler, job, waiting)
+            raise
+        finally:
+            del self._waiting[job.id]
 
-    def _settle(self, holder: Holder, route: LiveRoute, keys: Sequence[int], size: int) -> None:
+    def _give_up(self, scheduler: FleetScheduler, job: Job, waiting: _Waiting) -> None:
+        """Nobody waits any more for a prompt that may have been sent in the same moment."""
+        turn = waiting.turn
+        if turn.done() and not turn.cancelled() and not turn.exception():
+            sent = turn.result()
+            self._index.withdraw(sent.dispatch.server.holder, _keys(sent.dispatch))
+            sent.route.cancel()
+        else:
+            scheduler.cancel(job)
+
+    def _perform(self, scheduler: FleetScheduler, dispatches: Sequence[Dispatch]) -> None:
+        """Send what is to go out."""
+        for dispatch in dispatches:
+            job, server = dispatch.job, dispatch.server
+            waiting = self._waiting[job.id]
+            if waiting.turn.done():  # cancelled, and its task has not run since
+                self._index.withdraw(server.holder, _keys(dispatch))
+                scheduler.ended(job, server, _now())
+                continue
+            link, _ = self._links[server.holder]
+            matched = dispatch.matched * server.block_size
+            prompt, samplings = waiting.prompt, waiting.samplings
+            left = 0.0 if job.deadline == inf else max(SHORTEST_S, job.deadline - _now())
+            closed = partial(self._closed, scheduler, dispatch)
+            route = LiveRoute(link, len(samplings), matched, closed)
+            submits = [_submit(prompt, one, matched, server.holder.rank, left) for one in samplings]
+            route.tickets = link.submit(submits, route, job.tokens - matched)
+            self.open_routes += 1
+            self.placements[dispatch.reason] += 1
+            waiting.turn.set_result(Sent(dispatch, route))
+            event(
+                log,
+                "placed",
+                severity=logging.DEBUG,
+                request_id=prompt.request_id,
+                replica=link.replica_id,
+                rank=server.holder.rank,
+                tokens=job.tokens,
+                matched=matched,
+                reason=dispatch.reason,
+                waited_s=round(_now() - job.arrived, 6),
+            )
+
+    def _began(self, model: str, sent: Sent) -> None:
         """The replica has said what it held: less than believed is taken back."""
-        cached, now = route.cached_tokens, time.monotonic()
-        if cached is not None and cached < route.predicted_tokens:
-            self._index.missed(holder, keys, cached // size, now)
-        self._index.computed(holder, keys, (cached or 0) // size, now)
+        dispatch, cached = sent.dispatch, sent.route.cached_tokens
+        scheduler = self._schedulers[model]
+        blocks = (cached or 0) // dispatch.server.block_size
+        believed = 0 if cached is None else dispatch.matched
+        scheduler.began(dispatch.job, dispatch.server, believed, blocks, _now())
+        self._perform(scheduler, scheduler.pump(dispatch.server, _now()))
 
-    def _closed(self) -> None:
+    def _closed(self, scheduler: FleetScheduler, dispatch: Dispatch) -> None:
         self.open_routes -= 1
+        scheduler.ended(dispatch.job, dispatch.server, _now())
+        self._perform(scheduler, scheduler.pump(dispatch.server, _now()))
+
+    def _changed(self, link: Link) -> None:
+        """A link has come, gone, or reported."""
+        now = _now()
+        if not self._fleet.takes(link):
+            for holder in [held for held, (other, _) in self._links.items() if other is link]:
+                _, scheduler = self._links.pop(holder)
+                lost, dispatches = scheduler.remove(holder, now)
+                self._perform(scheduler, dispatches)
+                for job in lost:
+                    if (waiting := self._waiting.get(job.id)) and not waiting.turn.done():
+                        waiting.turn.set_exception(Nowhere())
+            return
+        scheduler = self._join(link)
+        for holder in link.holders:
+            server = scheduler.servers[holder]
+            if link.load:
+                scheduler.reported(server, link.load, now, len(link.holders))
+            self._perform(scheduler, scheduler.pump(server, now))
+
+    def _join(self, link: Link) -> FleetScheduler:
+        """The scheduler of a link's model, with the link in it."""
+        facts = link.description
+        assert facts is not None, "a link that takes requests is described"
+        scheduler = self._schedulers.get(facts.model)
+        if scheduler is None:
+            scheduler = FleetScheduler(self._index, Hotbranch(), self._rules, self._weights)
+            self._schedulers[facts.model] = scheduler
+        pool = facts.capacity_blocks * facts.block_size
+        room = min(facts.max_context, pool or facts.max_context)
+        for holder in link.holders:
+            if holder not in scheduler.servers:
+                scheduler.add(holder, facts.block_size, facts.chunk_tokens or CHUNK_TOKENS, room)
+                self._links[holder] = link, scheduler
+        return scheduler
 
 
-def _block_size(link: Link) -> int:
-    assert link.description is not None, "a ready link is described"
-    return link.description.block_size
+def _now() -> float:
+    return time.monotonic()
 
 
-def _fits(link: Link, prompt: Prompt) -> bool:
-    """Whether the replica's context and pool have room for the prompt and a token behind it."""
-    assert link.description is not None, "a ready link is described"
-    pool = link.description.capacity_blocks * link.description.block_size
-    room = min(link.description.max_context, pool or link.description.max_context)
-    return len(prompt.token_ids) // TOKEN_BYTES < room
+def _keys(dispatch: Dispatch) -> Sequence[int]:
+    return dispatch.job.keys[dispatch.server.block_size]
 
 
-def _typical_speed(links: Sequence[Link]) -> float:
-    """Prefill seconds a token, the median of what the replicas measured."""
-    measured = [speed for link in links if link.load and (speed := link.load.prefill_s_per_token)]
-    return median(measured) if measured else PREFILL_S_PER_TOKEN
+def _too_late(prompt: Prompt) -> Unavailable:
+    return Unavailable(f"it would not begin within {prompt.deadline_s:g} s", overloaded=True)
 
 
-def _candidate(link: Link, holder: Holder, matched: int, typical: float) -> Candidate:
-    load = link.load
-    speed = (load.prefill_s_per_token if load else 0) or typical
-    # A replica judged slow gets no work and measures nothing new, so noise would last for ever:
-    # only a different kind of machine counts as slower or faster.
-    alike = typical / ALIKE <= speed <= typical * ALIKE
-    return Candidate(
-        holder=holder,
-        matched=matched,
-        # nobody says which rank it waits for
-        outstanding=link.outstanding.tokens // len(link.holders),
-        prefill_s_per_token=typical if alike else speed,
-        step_s=load.step_s if load else 0.0,
-        running=load.running if load else 0,
-    )
-
-
-def _submit(prompt: Prompt, sampling: Sampling, matched: int, rank: int) -> Submit:
+def _submit(
+    prompt: Prompt, sampling: Sampling, matched: int, rank: int, deadline_s: float
+) -> Submit:
     return Submit(
         request_id=prompt.request_id,
         model=prompt.model,
@@ -185,7 +293,7 @@ def _submit(prompt: Prompt, sampling: Sampling, matched: int, rank: int) -> Subm
         token_ids=prompt.token_ids,
         sampling=sampling,
         priority=prompt.priority,
-        deadline_s=prompt.deadline_s,
+        deadline_s=deadline_s,
         predicted_tokens=matched,
         rank=rank,
     )

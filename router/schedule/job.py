@@ -18,3 +18,4 @@ class Job:
     deadline: float = inf  # of its first token
     seed: int = 0  # of its namespace
     session: str = ""  # as its client names it
+    avoids: frozenset[str] = frozenset()  # replicas that it has been to

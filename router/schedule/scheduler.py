@@ -7,6 +7,8 @@ the choice is made again when a server has nothing to do. Else a job goes out at
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from statistics import median
 from typing import Protocol
 
 from router.fleet.holder import Holder
@@ -17,6 +19,8 @@ from router.schedule.server import Report, Server
 from router.schedule.shares import Shares
 
 LOOKED_AT = 16  # jobs of the longest queue that an idle server considers, those that wait longest
+LEVEL_S = 1.0  # between two looks at how fast servers are
+ALIKE = 2.0  # measured speeds within this factor of the typical one are the same speed
 REMATCHED = 8  # heads of a queue whose match had shrunk, looked at in one dispatch
 
 
@@ -55,15 +59,33 @@ class Policy(Protocol):
         """It has finished, or was taken back."""
 
 
+class Nowhere(Exception):
+    """No server takes the job."""
+
+
+class Full(Exception):
+    """Too many jobs wait. In `seconds` a server has computed all it has and all that waits for it."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("too many requests wait")
+        self.seconds = seconds
+
+
+class Late(Exception):
+    """It would not have its first token by its deadline."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """`window` in chunks; seconds for the bound on waiting; tokens for the quantum of shares."""
+    """`window` in chunks; seconds for the bound on waiting; tokens for the quantum of shares; jobs
+    for the most that may wait."""
 
     window: float = 1.0
     starvation_s: float = 60.0
     order: Order = "depth_first"
     steals: bool = True
     quantum: float = 65_536.0
+    most_waiting: float = inf
 
 
 class FleetScheduler:
@@ -80,27 +102,33 @@ class FleetScheduler:
         self._rules = rules
         self._shares = Shares(weights, rules.quantum)
         self._reasons: dict[int, str] = {}
+        self._level_at = 0.0
+        self._typical = 0.0  # prefill seconds a token; 0 when none has measured it
 
-    def add(self, holder: Holder, block_size: int, chunk_tokens: int) -> None:
-        """A server that the index knows."""
+    def add(self, holder: Holder, block_size: int, chunk_tokens: int, room: float = inf) -> Server:
+        """A server that the index knows. A prompt of `room` tokens is too long for it."""
         queue = BranchQueue(block_size, self._shares, self._rules.order)
-        self.servers[holder] = Server(holder, block_size, chunk_tokens, queue)
+        server = Server(holder, block_size, chunk_tokens, queue, room)
+        self.servers[holder] = server
+        self._level()
+        return server
 
     def remove(self, holder: Holder, now: float) -> tuple[list[Job], list[Dispatch]]:
         """A server is gone. The jobs that it had been sent are the caller's to place again or to
-        end; those that waited for it are placed elsewhere, or returned too where there is no other.
+        end; those that waited for it are placed elsewhere, or returned too where no other takes
+        them.
         """
         server = self.servers.pop(holder)
         lost = [job for job, _ in server.sent.values()]
         for job in lost:
-            self._policy.ended(job, server, now)
+            self.ended(job, server, now)
         out: list[Dispatch] = []
         for job, _ in server.queue.some(len(server.queue)):
             self._take(job)
             del self._reasons[job.id]
-            if self.servers:
-                out += self.arrive(job, now)
-            else:
+            try:
+                out += self._place(job, now)
+            except Nowhere:
                 lost.append(job)
         return lost, out
 
@@ -113,10 +141,34 @@ class FleetScheduler:
         return True
 
     def arrive(self, job: Job, now: float) -> list[Dispatch]:
-        """Place a job. There must be a server."""
+        """Place a job. Raises Nowhere, Full or Late."""
+        if len(self.waiting) >= self._rules.most_waiting:
+            raise Full(min((server.drained_s for server in self.servers.values()), default=0.0))
+        if job.deadline < inf and now + self._soonest(job, self._matched(job)) > job.deadline:
+            raise Late
+        return self._place(job, now)
+
+    def _soonest(self, job: Job, matched: Mapping[Holder, int]) -> float:
+        """Seconds to its first token on the server that would have it first."""
+        return min(
+            (
+                server.first_token_s(job.tokens - matched.get(holder, 0) * server.block_size)
+                for holder, server in self.servers.items()
+                if server.takes(job)
+            ),
+            default=0.0,
+        )
+
+    def _place(self, job: Job, now: float) -> list[Dispatch]:
+        """Where it fits nowhere, one that it has not been to says why."""
+        everywhere = self.servers.values()
+        servers = [server for server in everywhere if server.takes(job)]
+        servers = servers or [server for server in everywhere if server.serves(job)]
+        if not servers:
+            raise Nowhere
         self._index.expire(now)
         matched = self._matched(job)
-        placement = self._policy.choose(job, list(self.servers.values()), matched, now)
+        placement = self._policy.choose(job, servers, matched, now)
         server = placement.server
         blocks = matched.get(server.holder, 0)
         if not self._policy.holds:
@@ -134,20 +186,44 @@ class FleetScheduler:
         self._index.computed(server.holder, keys, cached, now)
 
     def ended(self, job: Job, server: Server, now: float) -> None:
-        """A job has finished, however."""
+        """A job has finished, however. Idempotent."""
         server.outstanding.settled(job.id)
-        server.sent.pop(job.id, None)
-        self._policy.ended(job, server, now)
+        if server.sent.pop(job.id, None):
+            self._policy.ended(job, server, now)
 
-    def reported(self, server: Server, report: Report, now: float) -> None:
-        """A load report came."""
-        server.reported(report)
+    def reported(self, server: Server, report: Report, now: float, ranks: int = 1) -> None:
+        """A load report came, of `ranks` servers together."""
+        new = not server.measured
+        used = server.prefill_s_per_token
+        server.reported(report, ranks)
+        if (new and server.measured) or now >= self._level_at:
+            self._level_at = now + LEVEL_S
+            self._level()
+        elif not self._differs(server):
+            server.prefill_s_per_token = used
+
+    def _level(self) -> None:
+        """Servers that are about as fast as is typical count as equally fast, and one that has
+        measured nothing counts as typical. One judged slow would get no work and measure nothing
+        new, so that noise would last for ever.
+        """
+        speeds = [server.measured for server in self.servers.values() if server.measured]
+        self._typical = median(speeds) if speeds else 0.0
+        for server in self.servers.values():
+            if not self._differs(server):
+                server.prefill_s_per_token = self._typical or server.prefill_s_per_token
+
+    def _differs(self, server: Server) -> bool:
+        """Whether it is another kind of machine."""
+        typical = self._typical
+        return bool(server.measured) and not (typical / ALIKE <= server.measured <= typical * ALIKE)
 
     def pump(self, server: Server, now: float) -> list[Dispatch]:
-        """What goes out now that something has changed at a server."""
+        """What goes out now that something has changed at a server, also at one that is gone."""
         if not self._policy.holds:
             return []
-        return [*self._pump(server, now), *self._steal(now)]
+        here = self._pump(server, now) if self.servers.get(server.holder) is server else []
+        return [*here, *self._steal(now)]
 
     def _matched(self, job: Job) -> dict[Holder, int]:
         """Leading blocks by holder. One token is always computed, to have logits to sample from."""
@@ -228,6 +304,8 @@ class FleetScheduler:
         """Its wait shrinks by more than what the thief has to compute again."""
         best, most = None, 0.0
         for job, blocks in victim.queue.some(LOOKED_AT):
+            if not thief.takes(job):
+                continue
             here = job.tokens - blocks * victim.block_size
             there = job.tokens - self._matched(job).get(thief.holder, 0) * thief.block_size
             again = max(0, there - here) * thief.prefill_s_per_token

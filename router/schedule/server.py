@@ -1,6 +1,7 @@
 """A rank of a replica as the scheduler sees it: its last report, what was sent since, who waits."""
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from router.fleet.holder import Holder
@@ -8,7 +9,7 @@ from router.fleet.outstanding import Outstanding
 from router.schedule.branch_queue import BranchQueue
 from router.schedule.job import Job
 
-PREFILL_S_PER_TOKEN = 1e-4  # until it has measured its own
+PREFILL_S_PER_TOKEN = 1e-4  # until some server has measured its own
 
 
 class Report(Protocol):
@@ -34,28 +35,46 @@ class Report(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """`sent` are the jobs that it has of ours, each with the time when it was sent."""
+    """`sent` are the jobs that it has of ours, each with the time when it was sent. A prompt of
+    `room` tokens is too long for it. `measured` is what it says of its speed, 0 when it does not.
+    """
 
     holder: Holder
     block_size: int
     chunk_tokens: int
     queue: BranchQueue
+    room: float = inf
     outstanding: Outstanding = field(default_factory=Outstanding)
     sent: dict[int, tuple[Job, float]] = field(default_factory=dict)
     report: Report | None = None
+    measured: float = 0.0
     prefill_s_per_token: float = PREFILL_S_PER_TOKEN
     step_s: float = 0.0
 
-    def reported(self, report: Report) -> None:
-        """Its load report came."""
+    def reported(self, report: Report, ranks: int = 1) -> None:
+        """A load report came, of so many ranks together."""
         self.report = report
-        self.outstanding.reported(report.outstanding_tokens)
-        self.prefill_s_per_token = report.prefill_s_per_token or self.prefill_s_per_token
+        self.outstanding.reported(report.outstanding_tokens // ranks)
+        self.measured = report.prefill_s_per_token or self.measured
+        self.prefill_s_per_token = self.measured or self.prefill_s_per_token
         self.step_s = report.step_s or self.step_s
+
+    def takes(self, job: Job) -> bool:
+        """Whether the job may go to it, and fits."""
+        return job.tokens < self.room and self.serves(job)
+
+    def serves(self, job: Job) -> bool:
+        """Whether the job may go to it: where a prompt is too long, it says so."""
+        return self.block_size in job.keys and self.holder.replica not in job.avoids
 
     @property
     def busy(self) -> bool:
         return bool(self.sent or (self.report and self.report.running))
+
+    @property
+    def drained_s(self) -> float:
+        """Seconds of prefill that were sent here, or wait."""
+        return (self.outstanding.tokens + self.queue.tokens) * self.prefill_s_per_token
 
     def first_token_s(self, uncached: int) -> float:
         """Seconds until the first token of a request that needs so much prefill, sent here now:
