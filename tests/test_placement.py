@@ -171,7 +171,7 @@ def test_no_more_wait_than_may() -> None:
         world.scheduler.arrive(job(id, id, *range(20)), 0.0)
     with pytest.raises(Full) as full:
         world.scheduler.arrive(job(3, 3, *range(20)), 0.0)
-    assert full.value.seconds == pytest.approx(3 * 321 * 1e-3)  # one that was sent, two that wait
+    assert full.value.seconds == pytest.approx(3 * 337 * 1e-3)  # one that was sent, two that wait
     assert len(world.scheduler.waiting) == 2
 
 

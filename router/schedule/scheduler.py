@@ -64,7 +64,7 @@ class Nowhere(Exception):
 
 
 class Full(Exception):
-    """Too many jobs wait. In `seconds` a server has computed all it has and all that waits for it."""
+    """Too many jobs wait. In `seconds` a server has computed all it has and what waits for it."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__("too many requests wait")
