@@ -98,6 +98,36 @@ def test_field_report_3_one_hot_replica_does_not_switch_affinity_off_for_others(
     assert world.home(job(1, *range(40))) == Holder("b")
 
 
+def test_field_report_4_affinity_is_bounded_alike_with_two_replicas_and_hundreds() -> None:
+    """A hot branch waits for its replica as long as that pays, and no longer, however many others
+    are idle."""
+    counts = []
+    for others in (1, 300):
+        world = World("hot", *map(str, range(others)))
+        world.holds("hot", *range(30))
+        outs = [world.scheduler.arrive(job(id, *range(30), 100 + id), 0.0)[0] for id in range(200)]
+        first = next(i for i, out in enumerate(outs) if out.server.holder != Holder("hot"))
+        counts.append(first)
+    saved, own = 30 * SIZE, SIZE + 1
+    assert counts[0] == counts[1] == (1 + Hotbranch().pull) * saved // own + 1
+
+
+def test_field_report_5_sixteen_routers_do_not_bury_the_one_idle_replica() -> None:
+    """All hear within one interval that it is idle. What they send it is bounded by their windows;
+    what else they meant for it waits with them, and can still go elsewhere."""
+    sent = 0
+    for number in range(16):
+        world = World("idle", "b", "c", window=1.0)
+        for name in "bc":
+            world.told(name, Told(outstanding_tokens=50_000))
+        for id in range(20):
+            world.scheduler.arrive(job(id, 100 * number + id, *range(99)), 0.0)
+        idle = world.scheduler.servers[Holder("idle")]
+        assert len(idle.queue) >= 15
+        sent += idle.outstanding.tokens
+    assert sent == 16 * 1601
+
+
 def test_field_report_7_a_prefix_that_all_hold_carries_no_affinity() -> None:
     world = World("a", "b")
     for name in "ab":
@@ -111,6 +141,28 @@ def test_field_report_8_load_is_tokens_and_not_requests() -> None:
     world.told("few-long", Told(outstanding_tokens=60_000, running=2))
     world.told("many-short", Told(outstanding_tokens=2_000, running=40))
     assert {world.home(job(id, id, *range(20))) for id in range(30)} == {Holder("many-short")}
+
+
+def test_field_report_9_a_hot_stream_does_not_starve_a_cold_request() -> None:
+    world = World("a", window=1.0)
+    world.holds("a", *range(30))
+    server = world.scheduler.servers[Holder("a")]
+    (running,) = world.scheduler.arrive(job(0, 900, *range(40)), 0.0)
+    assert world.scheduler.arrive(job(1, 901, *range(40)), 0.0) == []
+    now, id, order = 0.0, 2, [0]
+    while 1 not in order and now < 100:
+        for _ in range(20):  # more than it can compute, each with little of its own
+            hot = Job(id, 31 * SIZE + 1, {SIZE: keys((*range(30), 1000 + id))}, now)
+            outs = world.scheduler.arrive(hot, now)
+            order += [out.job.id for out in outs]
+            id += 1
+        now += 1.0
+        for done, _ in list(server.sent.values()):
+            world.scheduler.began(done, server, 0, 0, now)
+            world.scheduler.ended(done, server, now)
+        order += [out.job.id for out in world.scheduler.pump(server, now)]
+    assert running.job.id == 0 and len(order) > 100
+    assert 60.0 < now <= 62.0
 
 
 def test_noise_in_what_replicas_measure_does_not_empty_one_of_them() -> None:
