@@ -5,10 +5,12 @@ import importlib
 import sys
 
 BENCHMARKS = {
+    "fleet": "every routing policy on a simulated fleet",
     "engine": "the engine, beside vLLM on the same CPU",
     "index": "a decision of the index, beside NVIDIA Dynamo's",
     "smoke": "a cluster driven by the openai client",
 }
+MODULES = {"fleet": "bench.fleet.sweep"}
 
 
 def main() -> int:
@@ -20,7 +22,8 @@ def main() -> int:
     parser.add_argument("name", choices=BENCHMARKS)
     name = parser.parse_args(sys.argv[1:2]).name
     del sys.argv[1]  # the benchmark reads the rest
-    status: int = importlib.import_module(f"bench.{name}").main()
+    module = MODULES.get(name, f"bench.{name}")
+    status: int = importlib.import_module(module).main()
     return status
 
 

@@ -69,7 +69,7 @@ def _run(settings: SimulateSettings) -> None:
         if not file.parent.is_dir():
             raise _Wrong(f"{file}: no such directory: {file.parent}")
     played = load(settings, partial(_renderer, settings), profile.kv_tokens)
-    outcomes = _outcomes(settings, profile, played, names)
+    outcomes = simulations(settings, profile, played, names)
     reports = [outcome.report for outcome in outcomes]
     title = (
         f"{played.name}: {len(played.ideal):,} requests on {settings.replicas} replicas"
@@ -132,10 +132,10 @@ def _renderer(settings: SimulateSettings) -> Renderer:
         raise _Wrong(f"model directory {directory}: {error}") from None
 
 
-def _outcomes(
+def simulations(
     settings: SimulateSettings, profile: Profile, played: Load, names: Sequence[str]
 ) -> list[Outcome]:
-    """In the order of the names."""
+    """Of the policies by their names, in that order; progress on a terminal."""
     requests = len(played.ideal)
     jobs = min(settings.jobs, len(names))
     with _bar(requests * len(names)) as advance:

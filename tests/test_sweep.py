@@ -1,0 +1,75 @@
+"""`python -m bench fleet`, with little load."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.fleet import scheduling, sweep
+from bench.fleet.sweep import Point
+from router.schedule.policies import POLICIES
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, dict[str, object], str]:
+    monkeypatch.setattr(sys, "argv", ["bench fleet", "--jobs", "1", *arguments])
+    monkeypatch.setattr(
+        sweep, "QUICK", [Point("rag", "shape:rag", requests=60), Point("far", "far.jsonl")]
+    )
+    monkeypatch.setattr(scheduling, "WAITING", 50)
+    monkeypatch.setattr(scheduling, "MEASURED", 20)
+    monkeypatch.delenv("TRACES", raising=False)
+    status = sweep.main()
+    out, err = capsys.readouterr()
+    return status, json.loads(out.splitlines()[-1]), err
+
+
+def test_every_policy_has_its_figures_and_what_is_there_is_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    status, result, err = run(monkeypatch, capsys, "--out", str(file))
+    assert status == (1 if result["missed"] else 0)
+    assert json.loads(file.read_text()) == result
+    assert "far: left out" in err and "rag\n" in err
+    workloads = result["workloads"]
+    assert isinstance(workloads, dict) and set(workloads) == {"rag"}
+    assert set(workloads["rag"]) == set(POLICIES)
+    for metrics in workloads["rag"].values():
+        assert metrics["failed"] == 0 and 0 < metrics["ttft_mean"] <= metrics["ttft_p99"]
+        assert 0 < metrics["goodput"] <= 1 <= metrics["imbalance"]
+    _, again, err = run(monkeypatch, capsys, "--out", str(file))
+    assert again["workloads"] == workloads and "rag\n" not in err
+
+
+def test_a_workload_that_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, capsys, "--only", "nonsense")
+    assert "no workload 'nonsense': rag, far" in capsys.readouterr().err
+
+
+def figures(mean: float, p99: float, goodput: float = 0.9) -> dict[str, float]:
+    return {"ttft_mean": mean, "ttft_p99": p99, "goodput": goodput}
+
+
+def missed(name: str, ours: dict[str, float], **others: dict[str, float]) -> list[str]:
+    return list(sweep._missed({name: {"hotbranch": ours, **others}}, 100.0))
+
+
+def test_aims_are_missed_where_another_policy_is_better() -> None:
+    ours = figures(1.0, 10.0)
+    assert missed("rag", ours, lmetric=figures(1.2, 9.0)) == []
+    assert missed("rag", ours, lmetric=figures(0.98, 9.8)) == []  # within 3 %
+    assert missed("rag", ours, lmetric=figures(1.02, 9.0)) == ["rag: lmetric dominates in TTFT"]
+    assert len(missed("rag", ours, lmetric=figures(2.0, 20.0, 0.92))) == 1
+    assert missed("unique", figures(1.0, 1.0), least_load=figures(0.99, 1.0)) == []
+    assert len(missed("unique", figures(1.03, 1.0), least_load=figures(1.0, 1.0))) == 1
+    peers = {peer: figures(3.0, 12.0) for peer in sweep.SATURATED_PEERS}
+    assert missed("conversation_x3.4", ours, **peers) == []
+    assert len(missed("conversation_x3.4_slow", figures(1.1, 10.0), **peers)) == 1
+    assert len(missed("synthetic_x6", figures(1.0, 12.5), **peers)) == 1
+    assert list(sweep._missed({}, 201.0)) == ["placing and queueing takes 201 us"]
