@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 
 from hotbranch.embedded import ensure
 from hotbranch.settings import Common
+
+# Started in the background by a shell, we ignore SIGINT, and so would what tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before a test module imports torch: one core, no network, no settings from outside.
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
