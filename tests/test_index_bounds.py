@@ -137,6 +137,17 @@ BoundMachine.TestCase.settings = settings(max_examples=70, stateful_step_count=4
 TestBound = BoundMachine.TestCase
 
 
+def test_what_one_of_two_holders_loses_in_the_middle_counts_beside_the_tree() -> None:
+    index = Index(2)
+    for holder in HOLDERS[:2]:
+        index.add(holder)
+        index.replace(holder, [(None, keys_of((1, 0)))], 0.0)
+    assert (index.blocks, index.held_count(HOLDERS[0])) == (2, 2)
+    index.evict(HOLDERS[0], [key_of((1,))])
+    assert index.blocks + index.held_count(HOLDERS[0]) <= 2
+    assert index.match(keys_of((1, 0))).depth(HOLDERS[1]) == 2
+
+
 @pytest.mark.parametrize("length", [1, 3])
 @given(
     uses=st.lists(st.tuples(reporters, st.integers(0, 7), st.booleans()), max_size=60),

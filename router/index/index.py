@@ -131,6 +131,7 @@ class Index:
                     assert parent is not None, "it was below a block that is gone"
                     self._orphans.setdefault(bit, Orphans()).add(parent, key)
                 parent = key
+        self._bound()  # what others hold too is there twice now
 
     def replace(self, holder: Holder, runs: Iterable[Run], now: float) -> None:
         """The holder holds exactly these runs, whatever was reported before."""
