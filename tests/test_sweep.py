@@ -1,14 +1,20 @@
 """`python -m bench fleet`, with little load."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from bench.fleet import scheduling, sweep
+from bench.fleet.load import load
 from bench.fleet.sweep import Point
+from hotbranch.settings import SimulateSettings
+from replicas.simulated.profile import DEFAULT, Profile
 from router.schedule.policies import POLICIES
+
+TRACES = Path(os.environ.get("TRACES", Path(__file__).parents[2] / "shared/traces"))
 
 
 def run(
@@ -42,6 +48,28 @@ def test_every_policy_has_its_figures_and_what_is_there_is_not_done_again(
         assert 0 < metrics["goodput"] <= 1 <= metrics["imbalance"]
     _, again, err = run(monkeypatch, capsys, "--out", str(file))
     assert again["workloads"] == workloads and "rag\n" not in err
+
+
+def test_a_trace_that_cannot_be_read_ends_it_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "far.jsonl").write_text("nonsense\n")
+    monkeypatch.setenv("TRACES", str(tmp_path))
+    monkeypatch.setattr(sweep, "QUICK", [Point("far", "far.jsonl")])
+    monkeypatch.setattr(sys, "argv", ["bench fleet"])
+    assert sweep.main() == 2
+    err = capsys.readouterr().err
+    assert "far.jsonl" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("point", [*sweep.QUICK, *sweep.FULL], ids=lambda point: point.name)
+def test_every_workload_can_be_loaded(point: Point) -> None:
+    trace = point.where(TRACES)
+    if trace is None:
+        pytest.skip(f"no {point.trace} under {TRACES}")
+    profile = Profile.load(DEFAULT)
+    settings = SimulateSettings(trace=trace, requests=20)
+    assert len(load(settings, sweep._no_renderer, profile.kv_tokens).ideal) == 20
 
 
 def test_a_workload_that_is_not_there_is_named(

@@ -19,6 +19,8 @@ from bench.fleet.main import Outcome, simulations
 from bench.fleet.report import Report
 from bench.fleet.scheduling import scheduling_us
 from bench.fleet.shapes import SHAPES
+from bench.fleet.texts import TAU
+from bench.fleet.traces import TraceError
 from hotbranch.settings import SimulateSettings
 from replicas.simulated.profile import DEFAULT, Profile
 from router.prompt.render import Renderer
@@ -68,7 +70,7 @@ QUICK = [
 FULL = [
     *_trace("conversation", (1, 2, 3, 3.4, 4)),
     *_trace("synthetic", (1, 3, 6)),
-    Point("tau-bench", "tau-bench:tau-bench"),
+    Point("tau-bench", f"tau-bench:tau-bench/{TAU}"),
     Point("bfcl-live", "bfcl-live:bfcl"),
     Point("bfcl-turns", "bfcl-turns:bfcl"),
     *(Point(name, f"shape:{name}") for name in SHAPES),
@@ -76,7 +78,7 @@ FULL = [
 
 
 def main() -> int:
-    """1 where an aim was missed."""
+    """Exit status 1 where an aim was missed, 2 for a trace that cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m bench fleet", description=__doc__)
     effort = parser.add_mutually_exclusive_group()
     effort.add_argument("--quick", action="store_true", help="ten minutes (default)")
@@ -107,7 +109,11 @@ def main() -> int:
                 print(f"{name}: left out, TRACES has no {point.trace}", file=sys.stderr)
                 continue
             print(name, file=sys.stderr, flush=True)
-            found[name] = dict(_point(point, trace, profile, arguments.jobs))
+            try:
+                found[name] = dict(_point(point, trace, profile, arguments.jobs))
+            except TraceError as error:
+                print(f"python -m bench fleet: {error}", file=sys.stderr)
+                return 2
             if arguments.out:
                 _write(arguments.out, {"workloads": found})
     placed_us = scheduling_us()

@@ -33,12 +33,14 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 CHUNK_TOKENS = 512  # of a replica that does not say
 LONGEST_RETRY_S = 60
+RULES = Rules()
 SHORTEST_S = 0.001  # until a deadline: 0 is none
 
 
 class Sent(NamedTuple):
     """A prompt that is on its way to a replica."""
 
+    scheduler: FleetScheduler
     dispatch: Dispatch
     route: LiveRoute
 
@@ -62,7 +64,7 @@ class QueueingDispatcher:
         self,
         fleet: Fleet,
         index: Index,
-        rules: Rules = Rules(),  # noqa: B008 - frozen
+        rules: Rules = RULES,
         weights: Mapping[str, float] = {},
     ) -> None:
         self._fleet = fleet
@@ -111,10 +113,10 @@ class QueueingDispatcher:
                 self.retries += 1
                 event(log, "retry", request_id=prompt.request_id, reason=str(problem))
             route, holder = sent.route, sent.dispatch.server.holder
-            keys = job.keys[sent.dispatch.server.block_size]
+            keys = _keys(sent.dispatch)
             try:
                 await route.begun()
-                self._began(prompt.model, sent)
+                self._began(sent)
                 return route
             except Rejected as rejected:
                 self._index.withdraw(holder, keys)
@@ -206,7 +208,7 @@ class QueueingDispatcher:
             route.tickets = link.submit(submits, route, job.tokens - matched)
             self.open_routes += 1
             self.placements[dispatch.reason] += 1
-            waiting.turn.set_result(Sent(dispatch, route))
+            waiting.turn.set_result(Sent(scheduler, dispatch, route))
             event(
                 log,
                 "placed",
@@ -220,10 +222,9 @@ class QueueingDispatcher:
                 waited_s=round(_now() - job.arrived, 6),
             )
 
-    def _began(self, model: str, sent: Sent) -> None:
+    def _began(self, sent: Sent) -> None:
         """The replica has said what it held: less than believed is taken back."""
-        dispatch, cached = sent.dispatch, sent.route.cached_tokens
-        scheduler = self._schedulers[model]
+        scheduler, dispatch, cached = sent.scheduler, sent.dispatch, sent.route.cached_tokens
         blocks = (cached or 0) // dispatch.server.block_size
         believed = 0 if cached is None else dispatch.matched
         scheduler.began(dispatch.job, dispatch.server, believed, blocks, _now())

@@ -194,13 +194,12 @@ class FleetScheduler:
     def reported(self, server: Server, report: Report, now: float, ranks: int = 1) -> None:
         """A load report came, of `ranks` servers together."""
         new = not server.measured
-        used = server.prefill_s_per_token
         server.reported(report, ranks)
         if (new and server.measured) or now >= self._level_at:
             self._level_at = now + LEVEL_S
             self._level()
-        elif not self._differs(server):
-            server.prefill_s_per_token = used
+        else:
+            self._judge(server)
 
     def _level(self) -> None:
         """Servers that are about as fast as is typical count as equally fast, and one that has
@@ -210,13 +209,15 @@ class FleetScheduler:
         speeds = [server.measured for server in self.servers.values() if server.measured]
         self._typical = median(speeds) if speeds else 0.0
         for server in self.servers.values():
-            if not self._differs(server):
-                server.prefill_s_per_token = self._typical or server.prefill_s_per_token
+            self._judge(server)
 
-    def _differs(self, server: Server) -> bool:
-        """Whether it is another kind of machine."""
+    def _judge(self, server: Server) -> None:
+        """Only another kind of machine counts as slower or faster."""
         typical = self._typical
-        return bool(server.measured) and not (typical / ALIKE <= server.measured <= typical * ALIKE)
+        if not server.measured or typical / ALIKE <= server.measured <= typical * ALIKE:
+            server.prefill_s_per_token = typical or server.prefill_s_per_token
+        else:
+            server.prefill_s_per_token = server.measured
 
     def pump(self, server: Server, now: float) -> list[Dispatch]:
         """What goes out now that something has changed at a server, also at one that is gone."""
