@@ -1,10 +1,11 @@
 """Prompts that wait at a router, over real replicas and real connections."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from gated_replica import MODEL
+from gated_replica import MODEL, PATIENCE_S
 from test_fleet import Setup, eventually, finishes, prompt, setup
 
 from hotbranch.v1.serve_pb2 import FINISH_REASON_LENGTH, Sampling
@@ -13,7 +14,7 @@ from router.fleet.link import State
 from router.generation import Prompt, Unavailable
 from router.schedule.dispatch import QueueingDispatcher
 from router.schedule.route import LiveRoute
-from router.schedule.scheduler import Rules
+from router.schedule.scheduler import Dispatch, FleetScheduler, Rules
 
 NARROW = Rules(window=0.1)  # of 512 tokens: two prompts of 44 are over it
 
@@ -41,8 +42,9 @@ class Queue:
         """Open the gates; all that was asked runs to its end, and nothing is left."""
         for replica in self.fleet.replicas:
             replica.runner.gate.set()
-        for task in self.tasks:
-            assert await finishes(await task) == [FINISH_REASON_LENGTH]
+        async with asyncio.timeout(PATIENCE_S):
+            for task in self.tasks:
+                assert await finishes(await task) == [FINISH_REASON_LENGTH]
         await self.nothing_left()
 
     async def nothing_left(self) -> None:
@@ -185,7 +187,8 @@ async def test_without_any_replica_left_what_waits_is_told() -> None:
         fleet.replicas[0].runner.gate.clear()
         await queue.ask(*(named(seed, f"{seed}") for seed in range(5)))
         fleet.discovery.set()
-        done = await asyncio.gather(*queue.tasks[2:], return_exceptions=True)
+        async with asyncio.timeout(PATIENCE_S):
+            done = await asyncio.gather(*queue.tasks[2:], return_exceptions=True)
         assert all(isinstance(one, Unavailable) and not one.overloaded for one in done)
         queue.tasks = queue.tasks[:2]  # these may finish
         await queue.finish()
@@ -201,3 +204,80 @@ async def test_a_tenant_that_asks_for_much_leaves_others_their_share() -> None:
         await queue.finish()
         last = max(queue.order.index(f"light {n}") for n in range(3))
         assert last < 10
+
+
+async def test_a_prompt_whose_client_leaves_as_it_is_sent_does_not_run_there() -> None:
+    """Its turn has come, and its task has not run since."""
+    leaving: list[asyncio.Task[LiveRoute]] = []
+
+    class Leaving(QueueingDispatcher):
+        def _perform(self, scheduler: FleetScheduler, dispatches: Sequence[Dispatch]) -> None:
+            super()._perform(scheduler, dispatches)
+            for dispatch in dispatches:
+                if dispatch.job.priority == 7:
+                    leaving[0].cancel()
+
+    async with setup(1) as fleet:
+        queue = Queue(fleet)
+        queue.dispatcher = Leaving(fleet.fleet, fleet.index, NARROW)
+        fleet.replicas[0].runner.gate.clear()
+        await queue.ask(named(1, "1"), named(2, "2"), named(3, "3", priority=7))
+        assert queue.dispatcher.waiting == 1
+        leaving.append(queue.tasks.pop())
+        await queue.finish()
+        assert leaving[0].cancelled()
+        await eventually(lambda: fleet.link(fleet.replicas[0]).in_flight == 0)
+
+
+async def test_a_first_token_makes_room_without_waiting_for_a_report() -> None:
+    async with setup(1) as fleet:
+        queue = Queue(fleet)
+        runner = fleet.replicas[0].runner
+        fleet.fleet.changed = lambda link: None  # no report moves anything from here on
+        runner.pace_s = 0.02  # so that nothing ends before all have begun
+        runner.gate.clear()
+        routes = [
+            asyncio.create_task(queue.dispatcher.open(named(seed, "x"), [Sampling(max_tokens=900)]))
+            for seed in range(5)
+        ]
+        await eventually(lambda: queue.dispatcher.waiting == 3)
+        assert queue.dispatcher.open_routes == 2
+        runner.gate.set()
+        begun = [await task for task in routes]
+        assert queue.dispatcher.open_routes == 5, "none has ended"
+        for route in begun:
+            route.cancel()
+        await queue.nothing_left()
+
+
+async def test_what_waited_for_a_lost_replica_is_sent_at_once_where_there_is_room() -> None:
+    async with setup(2) as fleet:
+        hot = prompt(1, tokens=400)
+        home = fleet.of(await fleet.generate(hot))
+        await fleet.settled()
+        queue = Queue(fleet, Rules(window=0.001, steals=False))
+        home.runner.gate.clear()
+        await queue.ask(*(named(1, f"{n}", tokens=400) for n in range(4)))
+        assert (queue.dispatcher.open_routes, queue.dispatcher.waiting) == (1, 3)
+        await home.server._server.stop(None)
+        await queue.finish()
+        assert len(queue.order) == 4
+
+
+async def test_a_replica_that_discovery_drops_gets_nothing_more_from_that_moment() -> None:
+    async with setup(2) as fleet:
+        queue = Queue(fleet)
+        for replica in fleet.replicas:
+            replica.runner.gate.clear()
+        await queue.ask(*(named(seed, f"{seed}") for seed in range(8)))
+        gone, stays = fleet.replicas
+        link = fleet.link(gone)
+        assert link.in_flight, "or it would close at once"
+        changed, servers = fleet.fleet.changed, queue.dispatcher._schedulers[MODEL].servers
+        fleet.fleet.changed = lambda other: None if other.load else changed(other)
+        link.load = None  # what changes with a report is not looked at
+        fleet.discovery.set(stays.address)
+        await eventually(lambda: len(fleet.fleet.links) == 1)
+        assert set(servers) == {Holder(stays.address)}
+        fleet.fleet.changed = changed
+        await queue.finish()
