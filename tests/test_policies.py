@@ -32,6 +32,7 @@ def test_dfs_weight_finishes_the_heavier_subtree_before_the_next() -> None:
         bench.add([*system, *document], max_tokens=1)
     bench.drain()
     asked: dict[str, list[int]] = {"light": [], "heavy": [], "system": []}
+    last = bench.press()
     for turn in range(3):
         if turn < 2:
             asked["light"].append(bench.add([*system, *light, turn, 1, 2, 3, 4], max_tokens=1))
@@ -39,7 +40,35 @@ def test_dfs_weight_finishes_the_heavier_subtree_before_the_next() -> None:
         asked["system"].append(bench.add([*system, turn, turn], max_tokens=1))
     bench.drain()
     order = list(bench.finished)[2:]
-    assert order == [*asked["heavy"], *asked["light"], *asked["system"]]
+    assert order == [*asked["heavy"], *asked["light"], *asked["system"], last]
+
+
+@pytest.mark.parametrize("policy", ["longest_prefix", "dfs_weight"])
+def test_where_all_has_room_they_go_by_arrival(policy: Policy) -> None:
+    bench = Bench(running=1, policy=policy)
+    bench.add(prompt(24), max_tokens=1)
+    bench.drain()
+    arrived = [
+        bench.add(prompt(24, seed=1), max_tokens=1),
+        bench.add([*prompt(24), 1], max_tokens=1),
+        bench.add(prompt(24, seed=2), max_tokens=1),
+        bench.add([*prompt(24), 2], max_tokens=1),
+    ]
+    bench.drain()
+    assert list(bench.finished)[1:] == arrived
+
+
+@pytest.mark.parametrize("policy", ["longest_prefix", "dfs_weight"])
+def test_those_who_wait_are_ordered_anew_when_room_gets_short(policy: Policy) -> None:
+    bench = Bench(running=1, policy=policy)
+    bench.add(prompt(24), max_tokens=1)
+    bench.drain()
+    cold = [bench.add(prompt(24, seed=seed), max_tokens=1) for seed in (1, 2)]
+    hot = bench.add([*prompt(24), 1], max_tokens=1)
+    bench.step()
+    last = bench.press()
+    bench.drain()
+    assert list(bench.finished)[1:] == [cold[0], hot, cold[1], last]
 
 
 def test_dfs_weight_orders_only_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +95,7 @@ def test_dfs_weight_orders_only_the_oldest(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nobody_waits_beyond_the_bound_whatever_the_policy(policy: Policy) -> None:
     """Hot requests, cheap and many, arrive for ever: what is cold is taken when it is overdue."""
-    bench = Bench(running=2, policy=policy, starvation_s=20.0)
+    bench = Bench(blocks=32, running=2, policy=policy, starvation_s=20.0)
     hot = prompt(32)
     bench.add(hot)
     bench.drain()

@@ -48,6 +48,11 @@ class Bench:
         self.tokens[self.ids] = []
         return self.ids
 
+    def press(self) -> int:
+        """One that goes last and wants over half the pool: until it runs, not all has room."""
+        blocks = self.scheduler.limits.blocks
+        return self.add(prompt(SIZE * blocks // 2 + SIZE, seed=99), max_tokens=1, priority=9)
+
     def step(self) -> list[Advance]:
         self.now += 1
         self.chunks = self.scheduler.plan(self.now)
@@ -204,6 +209,7 @@ def test_longest_prefix_goes_first_but_priority_is_stronger() -> None:
     bench = Bench(running=1)
     bench.add(prompt(24), max_tokens=1)
     bench.drain()
+    last = bench.press()
     ids = [
         bench.add(prompt(24, seed=1), max_tokens=1),
         bench.add(prompt(8) + prompt(16, seed=2), max_tokens=1),
@@ -211,20 +217,21 @@ def test_longest_prefix_goes_first_but_priority_is_stronger() -> None:
         bench.add(prompt(24, seed=3), max_tokens=1, priority=-1),
     ]
     bench.drain()
-    assert list(bench.finished)[1:] == [ids[3], ids[2], ids[1], ids[0]]
+    assert list(bench.finished)[1:] == [ids[3], ids[2], ids[1], ids[0], last]
 
 
 def test_a_match_that_grows_while_waiting_counts() -> None:
     bench = Bench(running=1, chunk=64)
+    last = bench.press()
     bench.add(prompt(24, seed=1), max_tokens=1)
     cold = bench.add(prompt(24, seed=2), max_tokens=1)
     sibling = bench.add(prompt(24, seed=1) + prompt(9, seed=4), max_tokens=1)
     bench.drain()
-    assert list(bench.finished)[1:] == [sibling, cold]
+    assert list(bench.finished)[1:] == [sibling, cold, last]
 
 
 def test_nobody_starves_under_a_stream_of_hot_requests() -> None:
-    bench = Bench(running=2, starvation_s=20.0)
+    bench = Bench(blocks=32, running=2, starvation_s=20.0)
     hot = prompt(32)
     bench.add(hot)
     bench.drain()

@@ -122,7 +122,7 @@ class Scheduler:
         # Prefill moves by a token at least, however many sequences decode.
         budget = max(1, self.limits.chunk_tokens - len(chunks))
         running = self._prefills(now)
-        self._waiting.refresh()
+        self._waiting.refresh(self._has_room())
         while budget:
             begun = running[-1] if running else None
             candidate = self._candidate(begun, now)
@@ -180,6 +180,11 @@ class Scheduler:
     def flush(self, now: float) -> None:
         """Evict every block that no request holds, pinned or not."""
         self.pool.free(self.tree.flush(now))
+
+    def _has_room(self) -> bool:
+        """Whether all that runs and waits fits at once, with as much again for what it becomes."""
+        tokens = sum(len(work.sequence.tokens) for work in self._running) + self._waiting.length
+        return 2 * tokens <= self.limits.blocks * self.limits.block_size
 
     def _prefills(self, now: float) -> list[Work]:
         """Running requests whose prefill is not complete, the one that goes on first last.

@@ -54,14 +54,17 @@ class WaitingQueue:
 
     `longest_prefix` prefers the longest cached prefix and `least_uncached` the fewest tokens left
     to prefill; `dfs_weight` walks the cached tree depth first, the subtree that most wait for first
-    (Zheng et al. 2024, section 3). All three defer a request while a running one computes a block
-    that it could reuse. `fcfs` is the plain baseline: arrival, nothing deferred. Matches are
-    estimates: what comes to the front is matched again, and a few of the others in turn, so that a
-    step costs the same however many wait. `tokens` sums what they have to prefill.
+    (Zheng et al. 2024, section 3). Two of them save blocks from eviction; in a step for which all
+    that runs and waits has `room` there is none to save, and they go by arrival, which is fairer.
+    All three defer a request while a running one computes a block that it could reuse. `fcfs` is
+    the plain baseline: arrival, nothing deferred. Matches are estimates: what comes to the front is
+    matched again, and a few of the others in turn, so that a step costs the same however many wait.
+    `tokens` sums what they have to prefill, `length` all their tokens.
     """
 
     def __init__(self, tree: RadixTree, policy: Policy, starvation_s: float) -> None:
         self.tokens = 0
+        self.length = 0
         self._tree = tree
         self._policy = policy
         self._starvation_s = starvation_s
@@ -70,6 +73,7 @@ class WaitingQueue:
         self._rota: OrderedDict[int, Work] = OrderedDict()  # next to be matched again first
         self._deferred: list[Work] = []
         self._last: Work | None = None  # whose turn it was
+        self._room = False
 
     def __len__(self) -> int:
         return len(self._works)
@@ -78,6 +82,7 @@ class WaitingQueue:
         work.data = work.sequence.tokens.tobytes()
         self._works[work.sequence.request.id] = work
         self.tokens += len(work.sequence.tokens) - work.matched
+        self.length += len(work.sequence.tokens)
         self._rematch(work)
         self._push(work)
         self._rota[work.sequence.request.id] = work
@@ -85,10 +90,15 @@ class WaitingQueue:
     def remove(self, work: Work) -> None:
         del self._works[work.sequence.request.id], self._rota[work.sequence.request.id]
         self.tokens -= len(work.sequence.tokens) - work.matched
+        self.length -= len(work.sequence.tokens)
         work.entry = None
 
-    def refresh(self) -> None:
+    def refresh(self, room: bool) -> None:
         """Before a step: let the deferred compete again, and match a few others, each in turn."""
+        if room != self._room:
+            self._room = room
+            if self._policy in ("longest_prefix", "dfs_weight"):
+                self._reorder()
         deferred, self._deferred = self._deferred, []
         for work in deferred:
             if self._waits(work):
@@ -98,7 +108,7 @@ class WaitingQueue:
             id, work = next(iter(self._rota.items()))
             self._rota.move_to_end(id)
             self._rematch(work)
-        if self._policy == "dfs_weight":
+        if self._policy == "dfs_weight" and not room:
             self._rank()
 
     def next(self, now: float, running: Iterable[Work]) -> Work | None:
@@ -145,11 +155,11 @@ class WaitingQueue:
             case "fcfs":
                 return 0
             case "longest_prefix":
-                return -work.matched
+                return 0 if self._room else -work.matched
             case "least_uncached":
                 return len(work.sequence.tokens) - work.matched
             case "dfs_weight":
-                return work.rank
+                return 0 if self._room else work.rank
 
     def _rank(self) -> None:
         """Number the oldest requests in the order of a depth-first walk of what they match.
@@ -178,6 +188,12 @@ class WaitingQueue:
 
     def _path(self, work: Work) -> list[Node]:
         return self._tree.path(work.sequence.request.namespace, work.data, work.matched)
+
+    def _reorder(self) -> None:
+        works = [entry[-1] for entry in self._heap if entry[-1].entry is entry]
+        self._heap = []
+        for work in works:
+            self._push(work)
 
     def _push(self, work: Work) -> None:
         """Enter the heap with the current match; an older entry turns invalid."""
