@@ -7,7 +7,8 @@ because whatever else runs on the machine only ever makes a round slower. Rates 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import inf
+from math import inf, sqrt
+from statistics import mean, stdev
 from typing import Any
 
 from bench.engine_workloads import (
@@ -30,6 +31,7 @@ DECODED = 16  # tokens timed for each sequence: short rounds, of which one falls
 POOL = 16384  # tokens of KV that both sides have; a load may use less
 PRESSED, AMPLE = 4096, POOL  # pools of the chat load
 ROWS = 1000  # of the matrix products alone
+PAIRS = 8  # runs of two policies, one after the other
 SPEEDUP, SHARE = 6.4, 0.95  # aims of the RAG load: this speed-up, or this share of the limit
 POLICIES = ("fcfs", "longest_prefix", "least_uncached", "dfs_weight")
 
@@ -166,17 +168,28 @@ class Bench:
         }
 
     def chat_ample(self) -> Point:
-        """The same conversations in a pool that holds them all: order must not cost anything."""
+        """The same conversations in a pool that holds them all: order must not cost anything.
+
+        Single runs differ by more than the policies do, so pairs are compared, each policy first
+        in every other one: the mean of their ratios, and its standard error.
+        """
         load = self._chat(AMPLE)
-        names = ("fcfs", str(self.ours.facts["policy"]))
-        rounds = max(4, self.effort.loads)
-        best = self._fastest({name: self._policy(load, name) for name in names}, rounds)
-        default = best[names[1]]
+        default = str(self.ours.facts["policy"])
+        names = ["fcfs", default]
+        rates: dict[str, list[float]] = {name: [] for name in names}
+        for _ in range(max(PAIRS, self.effort.rounds)):
+            for name in names:
+                rates[name].append(_rate(self._policy(load, name)()))
+            names.reverse()
+            self.say("  " + ", ".join(f"{name}: {rates[name][-1]:.0f} tok/s" for name in rates))
+        ratios = [ours / fcfs for ours, fcfs in zip(rates[default], rates["fcfs"], strict=True)]
+        noise = stdev(ratios) / sqrt(len(ratios))
         return {
-            "ours": _rate(default),
-            "fcfs": _rate(best["fcfs"]),
-            "ratio": best["fcfs"]["seconds"] / default["seconds"],
-            "hit_rate": _hit_rate(default),
+            "ours": mean(rates[default]),
+            "fcfs": mean(rates["fcfs"]),
+            "ratio": mean(ratios),
+            "noise": noise,
+            "ratio_within_noise": mean(ratios) + 2 * noise,
             "kv_tokens": load.kv_tokens,
         }
 
