@@ -162,6 +162,10 @@ class SimulateSettings(Common):
 
     trace: str = Field("", description="file of requests, or shape:NAME; also the bare argument")
     replicas: Positive = Field(8, description="number of replicas")
+    routers: Positive = Field(1, description="number of routers; requests come to them in turn")
+    report_s: float = Field(
+        0.0, ge=0, description="seconds until a router hears what a replica reports"
+    )
     policies: list[str] = Field(
         [],
         description="a routing policy, or all; repeat or join by commas; default: hotbranch",

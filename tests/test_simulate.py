@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,10 @@ def simulated(name: str, profile: Profile = H100, **more: object) -> tuple[Load,
     played = load(given, no_model, profile.kv_tokens)
     fleet = Fleet(given.replicas, profile, played.block_size, "longest_prefix", Rules())
     counted: list[None] = []
-    simulation = Simulation(fleet, policy(name, 0))
+    simulation = Simulation(fleet, partial(policy, name, 0))
     served = simulation.run(played.play(), lambda: counted.append(None))
     assert len(counted) == len(served)
-    assert not any(server.sent for server in simulation.scheduler.servers.values())
+    assert not any(server.sent for server in simulation.routers[0].scheduler.servers.values())
     return played, served
 
 

@@ -108,8 +108,11 @@ def simulate(
             window=settings.window, starvation_s=settings.starvation_s, order=settings.order
         ),
         starvation_s=settings.starvation_s,
+        routers=settings.routers,
+        report_s=settings.report_s,
     )
-    served = Simulation(fleet, policy(name, settings.seed)).run(played.play(), ended)
+    simulation = Simulation(fleet, partial(policy, name, settings.seed))
+    served = simulation.run(played.play(), ended)
     found = report(name, served, played.ideal, profile, settings.replicas)
     ttft = [one.ttft for one in served if one.first >= 0]
     return Outcome(found, ttft, time.perf_counter() - began)

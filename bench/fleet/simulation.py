@@ -4,16 +4,17 @@ and scheduler. Nothing is simulated but what a step takes, and the network.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
 from bench.fleet.traces import Arrival
 from hotbranch.keys import root
-from replicas.engine import Namespace, Request, Sampling
+from replicas.engine import Load, Namespace, Request, Sampling
 from replicas.radix.scheduler import Advance, Limits
 from replicas.radix.waiting import Policy as Admission
 from replicas.simulated.profile import Profile
-from replicas.simulated.virtual import VirtualReplica
+from replicas.simulated.virtual import Stepped, VirtualReplica
 from router.fleet.holder import Holder
 from router.index.chains import KeyChains
 from router.index.index import Index
@@ -28,7 +29,10 @@ LOAD_S = 0.1  # between two load reports of a replica, while it works
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is simulated. `block_size` in tokens; `admission` is the order within a replica."""
+    """What is simulated. `block_size` in tokens; `admission` is the order within a replica. Requests
+    come to the `routers` in turn; what a replica tells them, of its cache and of its load, is
+    `report_s` old when it arrives.
+    """
 
     replicas: int
     profile: Profile
@@ -36,6 +40,8 @@ class Fleet:
     admission: Admission
     rules: Rules
     starvation_s: float = 60.0
+    routers: int = 1
+    report_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -66,15 +72,46 @@ class Served:
         return (self.last - self.first) / max(1, self.generated - 1)
 
 
-class Simulation:
-    """Plays arrivals, which come in order of time, to their end."""
+class Router:
+    """A router's index and scheduler, and its requests that are open."""
 
-    def __init__(self, fleet: Fleet, policy: Policy) -> None:
+    def __init__(self, fleet: Fleet, policy: Policy, limits: Limits) -> None:
+        self.index = Index()
+        self.scheduler = FleetScheduler(self.index, policy, fleet.rules, {})
+        self.open: dict[int, Dispatch] = {}
+        self.servers: list[Server] = []
+        for number in range(fleet.replicas):
+            holder = Holder(f"r{number}")
+            self.index.add(holder, fleet.block_size, limits.blocks)
+            self.index.replace(holder, [], 0.0)
+            server = self.scheduler.add(holder, fleet.block_size, limits.chunk_tokens)
+            self.servers.append(server)
+        self.numbers = {server.holder: number for number, server in enumerate(self.servers)}
+
+    def caches(self, number: int, stepped: Stepped, now: float) -> None:
+        """What a replica has stored and evicted."""
+        holder = self.servers[number].holder
+        for run in stepped.stored:
+            self.index.store(holder, run.parent, run.keys, now)
+        if stepped.evicted:
+            self.index.evict(holder, stepped.evicted)
+
+    def loads(self, number: int, load: Load | None, now: float) -> Sequence[Dispatch]:
+        """A step of a replica is over; now and then it says how busy it is."""
+        server = self.servers[number]
+        if load is not None:
+            self.scheduler.reported(server, load, now)
+        return self.scheduler.pump(server, now)
+
+
+class Simulation:
+    """Plays arrivals, which come in order of time, to their end. Each router has a policy."""
+
+    def __init__(self, fleet: Fleet, policy: Callable[[], Policy]) -> None:
         self.served: list[Served] = []
         self.now = 0.0
         self._block_size = fleet.block_size
-        self._index = Index()
-        self.scheduler = FleetScheduler(self._index, policy, fleet.rules, {})
+        self._report_s = fleet.report_s
         self._chains = KeyChains()
         limits = Limits(
             block_size=fleet.block_size,
@@ -86,32 +123,26 @@ class Simulation:
             starvation_s=fleet.starvation_s,
         )
         self._replicas = [VirtualReplica(fleet.profile, limits) for _ in range(fleet.replicas)]
-        self._servers: list[Server] = []
-        for number in range(fleet.replicas):
-            holder = Holder(f"r{number}")
-            self._index.add(holder, fleet.block_size, limits.blocks)
-            self._index.replace(holder, [], 0.0)
-            self.scheduler.add(holder, fleet.block_size, limits.chunk_tokens)
-            self._servers.append(self.scheduler.servers[holder])
-        self._numbers = {server.holder: i for i, server in enumerate(self._servers)}
+        self.routers = [Router(fleet, policy(), limits) for _ in range(fleet.routers)]
         self._reported = [-LOAD_S] * fleet.replicas
-        self._prompts: dict[int, bytes] = {}  # of those that wait at the router
-        self._open: dict[int, Dispatch] = {}
-        self._ends: list[tuple[float, int, int]] = []  # of steps: time, serial, replica
+        self._prompts: dict[int, bytes] = {}  # of those that wait at a router
+        self._coming: list[tuple[float, int, Callable[[], None]]] = []  # time, serial, what happens
         self._serial = count()
+        self._progress: Callable[[], None] = lambda: None
 
     def run(self, arrivals: Iterable[Arrival], progress: Callable[[], None]) -> list[Served]:
         """`progress` is called as each request ends."""
-        coming = iter(arrivals)
-        arrival = next(coming, None)
-        while arrival or self._ends:
-            if arrival and (not self._ends or arrival.at <= self._ends[0][0]):
+        self._progress = progress
+        ahead = iter(arrivals)
+        arrival = next(ahead, None)
+        while arrival or self._coming:
+            if arrival and (not self._coming or arrival.at <= self._coming[0][0]):
                 self.now = arrival.at
                 self._arrive(arrival)
-                arrival = next(coming, None)
+                arrival = next(ahead, None)
             else:
-                self.now, _, number = heappop(self._ends)
-                self._end_step(number, progress)
+                self.now, _, happen = heappop(self._coming)
+                happen()
         return self.served
 
     def _arrive(self, arrival: Arrival) -> None:
@@ -128,15 +159,22 @@ class Simulation:
             seed=SEED,
             session=arrival.session,
         )
-        self._send(self.scheduler.arrive(job, self.now))
+        router = self._router(id)
+        self._send(router, router.scheduler.arrive(job, self.now))
 
-    def _send(self, dispatches: Sequence[Dispatch]) -> None:
+    def _router(self, id: int) -> Router:
+        return self.routers[id % len(self.routers)]
+
+    def _at(self, time: float, happen: Callable[[], None]) -> None:
+        heappush(self._coming, (time, next(self._serial), happen))
+
+    def _send(self, router: Router, dispatches: Sequence[Dispatch]) -> None:
         for dispatch in dispatches:
-            id, number = dispatch.job.id, self._numbers[dispatch.server.holder]
+            id, number = dispatch.job.id, router.numbers[dispatch.server.holder]
             served = self.served[id]
             served.replica, served.reason = number, dispatch.reason
             served.matched = dispatch.matched * self._block_size
-            self._open[id] = dispatch
+            router.open[id] = dispatch
             sampling = Sampling(served.output, ignore_eos=True)
             request = Request(id, SPACE, self._prompts.pop(id), sampling)
             self._replicas[number].add(request, self.now)
@@ -145,28 +183,37 @@ class Simulation:
     def _begin_step(self, number: int) -> None:
         replica = self._replicas[number]
         if not replica.stepping and not replica.idle:
-            heappush(self._ends, (replica.begin(self.now), next(self._serial), number))
+            self._at(replica.begin(self.now), partial(self._end_step, number))
 
-    def _end_step(self, number: int, progress: Callable[[], None]) -> None:
-        replica, server, now = self._replicas[number], self._servers[number], self.now
+    def _end_step(self, number: int) -> None:
+        replica, now = self._replicas[number], self.now
         stepped = replica.end(now)
-        for run in stepped.stored:
-            self._index.store(server.holder, run.parent, run.keys, now)
-        if stepped.evicted:
-            self._index.evict(server.holder, stepped.evicted)
-        for advance in stepped.advances:
-            self._advance(advance, server)
-            if advance.finish is not None:
-                progress()
+        load = None
         if now - self._reported[number] >= LOAD_S or replica.idle:
             self._reported[number] = now
-            self.scheduler.reported(server, replica.load(), now)
-        self._send(self.scheduler.pump(server, now))
+            load = replica.load()
+        for router in self.routers:
+            if self._report_s:
+                told = partial(self._told, router, number, stepped, load)
+                self._at(now + self._report_s, told)
+            else:
+                router.caches(number, stepped, now)
+        for advance in stepped.advances:
+            self._advance(advance, number)
+        for router in () if self._report_s else self.routers:
+            self._send(router, router.loads(number, load, now))
         self._begin_step(number)
 
-    def _advance(self, advance: Advance, server: Server) -> None:
+    def _told(self, router: Router, number: int, stepped: Stepped, load: Load | None) -> None:
+        """A report of a replica has arrived, late."""
+        router.caches(number, stepped, self.now)
+        self._send(router, router.loads(number, load, self.now))
+
+    def _advance(self, advance: Advance, number: int) -> None:
+        """To the router of the request it goes at once: that is what its client gets."""
         id = advance.sequence.request.id
-        served = self.served[id]
+        served, router = self.served[id], self._router(id)
+        scheduler, server = router.scheduler, router.servers[number]
         if advance.sampled and served.first >= 0:
             served.gap = max(served.gap, self.now - served.last)
             served.last = self.now
@@ -175,8 +222,11 @@ class Simulation:
             served.first = served.last = self.now
             served.cached = cached
             blocks = cached // self._block_size
-            dispatch = self._open[id]
-            self.scheduler.began(dispatch.job, server, dispatch.matched, blocks, self.now)
+            dispatch = router.open[id]
+            scheduler.began(dispatch.job, server, dispatch.matched, blocks, self.now)
         if advance.finish is not None:
             served.end, served.generated = self.now, advance.sequence.generated
-            self.scheduler.ended(self._open.pop(id).job, server, self.now)
+            scheduler.ended(router.open.pop(id).job, server, self.now)
+            self._progress()
+        if self._report_s and (advance.finish is not None or served.first == self.now):
+            self._send(router, scheduler.pump(server, self.now))

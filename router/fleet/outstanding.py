@@ -1,48 +1,62 @@
 """Uncached prompt tokens a replica still has to prefill: what it said last, and what we sent since.
 
 A report is old when it arrives (field reports: a router that trusts polled load alone sends every
-request of one interval to one worker). Other routers' work is only in the report; our own is known.
+request of one interval to one worker). What is our own we know, but for how far it has come; what
+others sent is only in the report.
 """
+
+CROSSING = 2  # reports until one surely counts a request: the first may have met it on the way
 
 
 class Outstanding:
     """Pure."""
 
     def __init__(self) -> None:
-        self._reported = 0
         self._reports = 0
         self._sent: dict[int, tuple[int, int]] = {}  # ticket -> (reports before it, tokens)
         self._ours = 0
-        self._since_report = 0
+        self._counted = 0  # tokens of ours that the last report surely counts
+        self._left = 1.0  # the part of these that was not computed by then
+        self._others = 0
 
     def sent(self, ticket: int, tokens: int) -> None:
         """A request was submitted that needs `tokens` of prefill."""
         self._sent[ticket] = (self._reports, tokens)
         self._ours += tokens
-        self._since_report += tokens
 
     def settled(self, ticket: int) -> None:
         """The request produced its first token, or ended. Idempotent."""
         entry = self._sent.pop(ticket, None)
         if entry is not None:
-            reports, tokens = entry
-            self._ours -= tokens
-            if reports == self._reports:
-                self._since_report -= tokens
+            self._ours -= entry[1]
+            if self._counts(entry[0]):
+                self._counted -= entry[1]
 
     def reported(self, tokens: int) -> None:
         """The replica's own figure arrived."""
-        self._reported = tokens
         self._reports += 1
-        self._since_report = 0
+        self._counted = sum(size for at, size in self._sent.values() if self._counts(at))
+        self._left = min(1.0, tokens / self._counted) if self._counted else 1.0
+        self._others = max(0, tokens - self._ours)
+
+    @property
+    def ours(self) -> int:
+        """Tokens of what we sent that has not begun, as if nothing of it were computed."""
+        return self._ours
 
     @property
     def tokens(self) -> int:
-        """The estimate. Never below our own work: a report may have crossed it on the way."""
-        return max(self._reported + self._since_report, self._ours)
+        """The estimate."""
+        return self._others + self._ours - int((1.0 - self._left) * self._counted)
 
     def before(self, tokens: int) -> int:
         """What goes before a request that needs `tokens`, where the least goes first: of our own
         only what needs no more, of others' all."""
-        ours = sum(size for _, size in self._sent.values() if size <= tokens)
-        return self.tokens - self._ours + ours
+        ours = (self._remains(at, size) for at, size in self._sent.values())
+        return self._others + int(sum(left for left in ours if left <= tokens))
+
+    def _remains(self, at: int, size: int) -> float:
+        return self._left * size if self._counts(at) else size
+
+    def _counts(self, at: int) -> bool:
+        return self._reports - at >= CROSSING

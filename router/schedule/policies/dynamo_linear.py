@@ -67,6 +67,6 @@ class DynamoLinear(Immediate):
 
     def _cost(self, job: Job, server: Server, overlap: int) -> float:
         keys, blocks = job.keys[server.block_size], self._active.of(server).blocks
-        prefill = (server.outstanding.tokens + job.tokens) / server.block_size
+        prefill = (server.outstanding.ours + job.tokens) / server.block_size
         decode = len(blocks) + len(keys) - leading(keys, blocks)
         return PREFILL_LOAD_SCALE * max(prefill - OVERLAP_SCORE_CREDIT * overlap, 0.0) + decode

@@ -29,5 +29,5 @@ class LMetric(Immediate):
         costs = []
         for server in servers:
             uncached = job.tokens - matched.get(server.holder, 0) * server.block_size
-            costs.append((server.outstanding.tokens + uncached) * (len(server.sent) + 1))
+            costs.append((server.outstanding.ours + uncached) * (len(server.sent) + 1))
         return Placement(least(servers, costs, self._random), "product")
