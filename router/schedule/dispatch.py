@@ -154,6 +154,7 @@ class QueueingDispatcher:
             priority=prompt.priority,
             deadline=deadline,
             seed=seed,
+            session=prompt.session,
             avoids=tried,
         )
 
