@@ -36,6 +36,7 @@ class Fleet:
     admission: Admission
     rules: Rules
     starvation_s: float = 60.0
+    names: Sequence[str] = ()  # of the replicas, by which policies hash
 
 
 @dataclass(slots=True)
@@ -88,7 +89,7 @@ class Simulation:
         self._replicas = [VirtualReplica(fleet.profile, limits) for _ in range(fleet.replicas)]
         self._servers: list[Server] = []
         for number in range(fleet.replicas):
-            holder = Holder(f"r{number}")
+            holder = Holder(fleet.names[number] if fleet.names else f"r{number}")
             self._index.add(holder, fleet.block_size, limits.blocks)
             self._index.replace(holder, [], 0.0)
             self.scheduler.add(holder, fleet.block_size, limits.chunk_tokens)
