@@ -13,6 +13,20 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+# `router.schedule.policies.POLICIES`, which this package does not import.
+RoutingPolicy = Literal[
+    "hotbranch",
+    "round_robin",
+    "least_load",
+    "power_of_two",
+    "session_sticky",
+    "consistent_hash_bounded",
+    "sglang_threshold",
+    "llm_d",
+    "preble_e2",
+    "dynamo_linear",
+    "lmetric",
+]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -110,6 +124,11 @@ class GatewaySettings(Common):
     max_open: Positive = Field(4096, description="requests in flight, at most; beyond: 429")
     index_blocks: Positive = Field(
         1 << 22, description="blocks the index knows of, at most; from 90 bytes each"
+    )
+    routing_policy: RoutingPolicy = Field(
+        "hotbranch",
+        description="how a replica is chosen",
+        json_schema_extra={"metavar": "NAME"},
     )
     window: Seconds = Field(
         1.0, description="chunks of prefill that a replica has ahead while others wait"

@@ -19,6 +19,7 @@ class Prompt:
     adapter: str = ""
     priority: int = 0
     deadline_s: float = 0.0
+    session: str = ""  # as the client names it
 
 
 class Unavailable(Exception):

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import random
 import signal
 import sys
 import time
 from collections import Counter
+from functools import partial
 
 import uvloop
 
@@ -24,6 +26,7 @@ from router.observe.admin import Admin
 from router.observe.metrics import Metrics
 from router.prompt.models import Model, load_model
 from router.schedule.dispatch import QueueingDispatcher
+from router.schedule.policies import policy
 from router.schedule.scheduler import Rules
 
 EXPIRE_S = 1.0
@@ -60,6 +63,8 @@ class Router:
                 most_waiting=settings.max_queued,
             ),
             {tenant.name: tenant.weight for tenant in settings.tenants},
+            # Routers that drew the same would all prefer the same replica at the same time.
+            partial(policy, settings.routing_policy, random.getrandbits(64)),
         )
         self.metrics = Metrics(self.fleet, self.index, self.dispatcher, self.recoveries)
         admin = Admin(self.fleet, self.index)

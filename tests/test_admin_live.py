@@ -33,11 +33,12 @@ class Site:
     replicas: list[Replica]
     http: httpx.AsyncClient
 
-    async def ask(self, system: str, question: str) -> str:
-        """One chat; the replica that served it."""
+    async def ask(self, system: str, question: str, **headers: str) -> str:
+        """One chat; the replica that served it. Headers with `_` for `-`."""
         messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         body = {"model": "smol", "messages": messages, "max_tokens": 2}
-        answer = await self.http.post("/v1/chat/completions", json=body)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        answer = await self.http.post("/v1/chat/completions", json=body, headers=named)
         assert answer.status_code == 200, answer.text
         return answer.headers["x-hotbranch-replica"]
 
@@ -62,7 +63,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(smollm2: Path) -> AsyncIterator[Site]:
+async def site(smollm2: Path, **overrides: Any) -> AsyncIterator[Site]:
     ours = fingerprint(smollm2)
     replicas = [
         await start_replica(
@@ -75,6 +76,7 @@ async def site(smollm2: Path) -> AsyncIterator[Site]:
         served_name="smol",
         port=0,
         admin_key_sha256=sha256(KEY.encode()).hexdigest(),
+        **overrides,
     )
     router = Router(settings, StaticDiscovery([replica.address for replica in replicas]))
     await router.start()

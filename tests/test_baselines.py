@@ -609,7 +609,9 @@ def test_all_requests_of_a_small_fleet_end(name: str) -> None:
         kv_token_bytes=1,
         max_context=4096,
     )
-    simulation = Simulation(Fleet(3, profile, 16, ADMISSION[name], Rules()), partial(policy, name, 1))
+    simulation = Simulation(
+        Fleet(3, profile, 16, ADMISSION[name], Rules()), partial(policy, name, 1)
+    )
     ended: list[None] = []
     served = simulation.run(arrivals(200), lambda: ended.append(None))
     assert len(ended) == len(served) == 200

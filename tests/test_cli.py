@@ -31,6 +31,10 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         (["router", "--kv-tokens", "1"], "hotbranch router: --kv-tokens belongs to another"),
         (["replica", "--kv-token", "1"], "hotbranch replica: unknown flag --kv-token; did you"),
         (["replica", "--engine", "none"], "hotbranch replica: --engine none: should be 'radix'"),
+        (
+            ["router", "--routing-policy", "random"],
+            "hotbranch router: --routing-policy random: should be 'hotbranch', 'round_robin', ",
+        ),
         (["replica", "--config", "/none"], "hotbranch replica: /none: No such file or directory"),
         (["up", "now"], "hotbranch up: unexpected argument 'now'"),
         (["model", "--model", "/none"], "hotbranch model: model '/none' is neither smollm2 nor a"),

@@ -1,20 +1,24 @@
 """Prompts that wait at a router, over real replicas and real connections."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
 import pytest
 from gated_replica import MODEL, PATIENCE_S
 from test_fleet import Setup, eventually, finishes, prompt, setup
 
+from hotbranch.settings import RoutingPolicy
 from hotbranch.v1.serve_pb2 import FINISH_REASON_LENGTH, Sampling
 from router.fleet.holder import Holder
 from router.fleet.link import State
 from router.generation import Prompt, Unavailable
 from router.schedule.dispatch import QueueingDispatcher
+from router.schedule.policies import POLICIES
+from router.schedule.policies.hotbranch import Hotbranch
+from router.schedule.policies.load import RoundRobin
 from router.schedule.route import LiveRoute
-from router.schedule.scheduler import Dispatch, FleetScheduler, Rules
+from router.schedule.scheduler import Dispatch, FleetScheduler, Policy, Rules
 
 NARROW = Rules(window=0.1)  # of 512 tokens: two prompts of 44 are over it
 
@@ -22,9 +26,15 @@ NARROW = Rules(window=0.1)  # of 512 tokens: two prompts of 44 are over it
 class Queue:
     """A dispatcher of its own rules, and the order in which its prompts were sent."""
 
-    def __init__(self, fleet: Setup, rules: Rules = NARROW, **weights: float) -> None:
+    def __init__(
+        self,
+        fleet: Setup,
+        rules: Rules = NARROW,
+        policy: Callable[[], Policy] = Hotbranch,
+        **weights: float,
+    ) -> None:
         self.fleet = fleet
-        self.dispatcher = QueueingDispatcher(fleet.fleet, fleet.index, rules, weights)
+        self.dispatcher = QueueingDispatcher(fleet.fleet, fleet.index, rules, weights, policy)
         self.order: list[str] = []
         self.tasks: list[asyncio.Task[LiveRoute]] = []
 
@@ -281,3 +291,28 @@ async def test_a_replica_that_discovery_drops_gets_nothing_more_from_that_moment
         assert set(servers) == {Holder(stays.address)}
         fleet.fleet.changed = changed
         await queue.finish()
+
+
+def test_the_settings_know_every_policy() -> None:
+    assert get_args(RoutingPolicy) == tuple(POLICIES)
+
+
+async def test_another_policy_chooses_and_holds_nothing() -> None:
+    made: list[RoundRobin] = []
+
+    def make() -> RoundRobin:
+        made.append(RoundRobin())
+        return made[-1]
+
+    async with setup(2) as fleet:
+        queue = Queue(fleet, policy=make)
+        for replica in fleet.replicas:
+            replica.runner.gate.clear()
+        await queue.ask(*(named(1, f"{n}") for n in range(6)))  # ours would keep them together
+        assert (queue.dispatcher.open_routes, queue.dispatcher.waiting) == (6, 0)
+        await queue.finish()
+        assert queue.dispatcher.placements == {"turn": 6}
+        went = [(await task).replica_id for task in queue.tasks]
+        assert went[0] != went[1]
+        assert went == went[:2] * 3
+        assert len(made) == 1

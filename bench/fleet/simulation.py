@@ -42,6 +42,7 @@ class Fleet:
     starvation_s: float = 60.0
     routers: int = 1
     report_s: float = 0.0
+    names: Sequence[str] = ()  # of the replicas, by which policies hash
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class Router:
         self.open: dict[int, Dispatch] = {}
         self.servers: list[Server] = []
         for number in range(fleet.replicas):
-            holder = Holder(f"r{number}")
+            holder = Holder(fleet.names[number] if fleet.names else f"r{number}")
             self.index.add(holder, fleet.block_size, limits.blocks)
             self.index.replace(holder, [], 0.0)
             server = self.scheduler.add(holder, fleet.block_size, limits.chunk_tokens)

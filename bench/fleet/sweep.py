@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.fleet import real_time
 from bench.fleet.load import load
 from bench.fleet.main import Outcome, simulations
 from bench.fleet.report import Report
@@ -79,10 +80,15 @@ FULL = [
 
 def main() -> int:
     """Exit status 1 where an aim was missed, 2 for a trace that cannot be read."""
+    if "--real-time" in sys.argv[1:]:
+        return real_time.main([given for given in sys.argv[1:] if given != "--real-time"])
     parser = argparse.ArgumentParser(prog="python -m bench fleet", description=__doc__)
     effort = parser.add_mutually_exclusive_group()
     effort.add_argument("--quick", action="store_true", help="ten minutes (default)")
     effort.add_argument("--full", action="store_true", help="all workloads, whole, two profiles")
+    effort.add_argument(
+        "--real-time", action="store_true", help="the router as it runs, beside virtual time"
+    )
     parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="as the JSON names them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument(

@@ -1,6 +1,7 @@
 """The endpoints that turn text or messages into tokens: chat, completions, tokenize, detokenize."""
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -11,7 +12,7 @@ from router.api import chat, completions, schema
 from router.api.errors import ApiError, invalid, unknown_model
 from router.api.fields import Fields, token_ids
 from router.api.generate import Call, Generator
-from router.api.http import Request, Response
+from router.api.http import Headers, Request, Response
 from router.api.shape import Shape
 from router.api.tenancy import Caller, Tenants
 from router.generation import Prompt
@@ -20,6 +21,8 @@ from router.prompt.models import Model, Models
 from router.prompt.render import Chat
 
 OFF_LOOP_BYTES = 16 << 10  # a larger body is tokenised in a thread: some 1 ms for each kilobyte
+
+_SESSION = re.compile(r"[ -~]{1,256}")
 
 T = TypeVar("T")
 
@@ -137,12 +140,19 @@ class Inference:
                 salt=salt,
                 priority=options.priority,
                 deadline_s=self.deadline_s,
+                session=_session(request.headers),
             )
             for prompt in ids
         ]
         created = int(self.now())
         call = Call(request.path, param, prompts, options, model.max_context, shape, created)
         return await self.generator.answer(call)
+
+
+def _session(headers: Headers) -> str:
+    """The session as its client names it; empty where it does not, or by no fit name."""
+    given = headers.get("x-session-id")
+    return given if given and _SESSION.fullmatch(given) else ""
 
 
 def _render(model: Model, conversation: Chat) -> bytes:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
@@ -26,7 +26,7 @@ from router.index.index import Index
 from router.schedule.job import Job
 from router.schedule.policies.hotbranch import Hotbranch
 from router.schedule.route import LiveRoute, Lost, Rejected
-from router.schedule.scheduler import Dispatch, FleetScheduler, Full, Late, Nowhere, Rules
+from router.schedule.scheduler import Dispatch, FleetScheduler, Full, Late, Nowhere, Policy, Rules
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class _Waiting:
 class QueueingDispatcher:
     """Implements `router.generation.Dispatcher` over the fleet and the index.
 
-    `weights` are those of the tenants. Whatever changes at a link moves what waits, at once.
+    `weights` are those of the tenants; each model has a `policy` of its own. Whatever changes at a
+    link moves what waits, at once.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class QueueingDispatcher:
         index: Index,
         rules: Rules = RULES,
         weights: Mapping[str, float] = {},
+        policy: Callable[[], Policy] = Hotbranch,
     ) -> None:
         self._fleet = fleet
         self._index = index
         self._rules = rules
         self._weights = weights
+        self._policy = policy
         self._schedulers: dict[str, FleetScheduler] = {}  # by model
         self._links: dict[Holder, tuple[Link, FleetScheduler]] = {}  # of those in a scheduler
         self._waiting: dict[int, _Waiting] = {}  # by job
@@ -151,6 +154,7 @@ class QueueingDispatcher:
             priority=prompt.priority,
             deadline=deadline,
             seed=seed,
+            session=prompt.session,
             avoids=tried,
         )
 
@@ -260,7 +264,7 @@ class QueueingDispatcher:
         assert facts is not None, "a link that takes requests is described"
         scheduler = self._schedulers.get(facts.model)
         if scheduler is None:
-            scheduler = FleetScheduler(self._index, Hotbranch(), self._rules, self._weights)
+            scheduler = FleetScheduler(self._index, self._policy(), self._rules, self._weights)
             self._schedulers[facts.model] = scheduler
         pool = facts.capacity_blocks * facts.block_size
         room = min(facts.max_context, pool or facts.max_context)
