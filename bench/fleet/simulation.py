@@ -179,4 +179,5 @@ class Simulation:
             self.scheduler.began(dispatch.job, server, dispatch.matched, blocks, self.now)
         if advance.finish is not None:
             served.end, served.generated = self.now, advance.sequence.generated
-            self.scheduler.ended(self._open.pop(id).job, server, self.now)
+            dispatch = self._open.pop(id)
+            self.scheduler.ended(dispatch.job, server, self.now, served.generated)

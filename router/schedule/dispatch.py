@@ -230,9 +230,9 @@ class QueueingDispatcher:
         scheduler.began(dispatch.job, dispatch.server, believed, blocks, _now())
         self._perform(scheduler, scheduler.pump(dispatch.server, _now()))
 
-    def _closed(self, scheduler: FleetScheduler, dispatch: Dispatch) -> None:
+    def _closed(self, scheduler: FleetScheduler, dispatch: Dispatch, generated: int) -> None:
         self.open_routes -= 1
-        scheduler.ended(dispatch.job, dispatch.server, _now())
+        scheduler.ended(dispatch.job, dispatch.server, _now(), generated)
         self._perform(scheduler, scheduler.pump(dispatch.server, _now()))
 
     def _changed(self, link: Link) -> None:

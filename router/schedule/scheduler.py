@@ -21,6 +21,7 @@ from router.schedule.shares import Shares
 LOOKED_AT = 16  # jobs of the longest queue that an idle server considers, those that wait longest
 LEVEL_S = 1.0  # between two looks at how fast servers are
 ALIKE = 2.0  # measured speeds within this factor of the typical one are the same speed
+OUTPUT = 2.0  # what a token of output is charged, in uncached tokens of prompt
 REMATCHED = 8  # heads of a queue whose match had shrunk, looked at in one dispatch
 
 
@@ -185,10 +186,11 @@ class FleetScheduler:
             self._index.missed(server.holder, keys, cached, now)
         self._index.computed(server.holder, keys, cached, now)
 
-    def ended(self, job: Job, server: Server, now: float) -> None:
-        """A job has finished, however. Idempotent."""
+    def ended(self, job: Job, server: Server, now: float, generated: int = 0) -> None:
+        """A job has finished, however, and `generated` tokens came of it. Idempotent."""
         server.outstanding.settled(job.id)
         if server.sent.pop(job.id, None):
+            self._shares.charge(job.tenant, OUTPUT * generated)
             self._policy.ended(job, server, now)
 
     def reported(self, server: Server, report: Report, now: float, ranks: int = 1) -> None:
