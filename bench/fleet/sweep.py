@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.fleet import over_load
 from bench.fleet.load import load
 from bench.fleet.main import Outcome, simulations
 from bench.fleet.report import Report
@@ -88,9 +89,17 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write there too; what is in it is not redone"
     )
+    parser.add_argument(
+        "--orders", action="store_true", help="instead: depth first beside arrival, over load"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="of --orders: .png or .svg")
     arguments = parser.parse_args()
     given = os.environ.get("TRACES")
     traces = Path(given) if given else None
+    if arguments.plot and (not arguments.orders or arguments.plot.suffix not in (".png", ".svg")):
+        parser.error("--plot is for --orders, and ends in .png or .svg")
+    if arguments.orders:
+        return over_load.main(traces, arguments.plot)
     points = FULL if arguments.full else QUICK
     profiles = PROFILES if arguments.full else {"": DEFAULT}
     names = [point.name + end for end in profiles for point in points]
