@@ -138,7 +138,7 @@ class Simulation:
             served.matched = dispatch.matched * self._block_size
             self._open[id] = dispatch
             sampling = Sampling(served.output, ignore_eos=True)
-            request = Request(id, SPACE, self._prompts.pop(id), sampling)
+            request = Request(id, SPACE, self._prompts.pop(id), sampling, priority=dispatch.rank)
             self._replicas[number].add(request, self.now)
             self._begin_step(number)
 
