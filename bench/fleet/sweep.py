@@ -10,11 +10,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.fleet import over_load
+from bench.fleet.fairness import CROWDS, fairness
+from bench.fleet.fairness import missed as unfair
 from bench.fleet.load import load
 from bench.fleet.main import Outcome, simulations
 from bench.fleet.report import Report
@@ -126,11 +128,13 @@ def main() -> int:
             if arguments.out:
                 _write(arguments.out, {"workloads": found})
     placed_us = scheduling_us()
-    missed = list(_missed(found, placed_us))
+    fair = {} if arguments.only else {n: fairness(crowd) for n, crowd in CROWDS.items()}
+    missed = [*_missed(found, placed_us), *unfair(fair)]
     result = {
         "replicas": SimulateSettings().replicas,
         "workloads": found,
         "scheduling_us_p50": placed_us,
+        "fairness": {name: asdict(one) for name, one in fair.items()},
         "missed": missed,
     }
     if arguments.out:
