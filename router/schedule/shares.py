@@ -7,7 +7,7 @@ ask for little are not among those that wait long enough to be led: what was cha
 takes more than his share of it, and such a tenant goes after all others.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 HALF_S = 10.0  # what was charged so long ago counts half
@@ -28,7 +28,8 @@ class Shares:
         self._quantum = quantum
         self._service: dict[str, float] = {}  # of those that wait, and of those that lead them
         self._waiting: Counter[str] = Counter()
-        self._lately: defaultdict[str, float] = defaultdict(float)  # charged, old charges less
+        self._lately: dict[str, float] = {}  # charged, old charges less
+        self._total = self._weighing = 0.0  # of those: tokens, and weights
         self._aged_at = 0.0
 
     def entered(self, tenant: str) -> None:
@@ -51,14 +52,17 @@ class Shares:
             self._service[tenant] += tokens / self._weight(tenant)
         self._age(now)
         if tokens:
+            if tenant not in self._lately:
+                self._lately[tenant] = 0.0
+                self._weighing += self._weight(tenant)
             self._lately[tenant] += tokens
+            self._total += tokens
 
     def over(self, tenant: str) -> bool:
         """Whether of what was charged lately the tenant had more than its share among those who had
         any. Such a one takes what the others leave: they find room as if it were not there."""
-        weights = sum(self._weight(other) for other in self._lately)
-        mine = self._lately.get(tenant, 0.0) * weights
-        return mine > OVER * self._weight(tenant) * sum(self._lately.values())
+        mine = self._lately.get(tenant, 0.0) * self._weighing
+        return mine > OVER * self._weight(tenant) * self._total
 
     def eligible(self, tenants: Iterable[str]) -> list[str]:
         """Those of some that wait who may go next: never none, or a server would idle."""
@@ -78,7 +82,9 @@ class Shares:
         left = 0.5 ** ((now - self._aged_at) / HALF_S)
         self._aged_at = now
         aged = {tenant: tokens * left for tenant, tokens in self._lately.items()}
-        self._lately = defaultdict(float, {t: tokens for t, tokens in aged.items() if tokens >= 1})
+        self._lately = {tenant: tokens for tenant, tokens in aged.items() if tokens >= 1}
+        self._total = sum(self._lately.values())
+        self._weighing = sum(self._weight(tenant) for tenant in self._lately)
 
     def _floor(self) -> float:
         return min((self._service[tenant] for tenant in self._waiting), default=0.0)
