@@ -616,6 +616,6 @@ def test_all_requests_of_a_small_fleet_end(name: str) -> None:
     served = simulation.run(arrivals(200), lambda: ended.append(None))
     assert len(ended) == len(served) == 200
     assert all(request.at < request.first <= request.end for request in served)
-    assert not any(server.sent for server in simulation.scheduler.servers.values())
+    assert not any(server.sent for server in simulation.routers[0].scheduler.servers.values())
     if name not in ("session_sticky", "hotbranch"):
         assert len({request.replica for request in served}) == 3

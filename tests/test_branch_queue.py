@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.schedule.branch_queue import BranchQueue, Order
 from router.schedule.job import Job
-from router.schedule.shares import Shares
+from router.schedule.shares import HALF_S, OVER, Shares
 
 SIZE = 16
 TENANTS = "xyz"
@@ -105,7 +105,7 @@ def test_who_waited_for_nothing_has_earned_nothing() -> None:
     shares.entered("a")
     shares.charge("a", 1000.0)
     shares.entered("b")  # as if it had been served as much
-    shares.charge("b", 5.0)
+    shares.charge("b", 5.0, 200.0)  # what a had is long ago
     assert shares.eligible(["a", "b"]) == ["a", "b"]
     shares.charge("b", 6.0)
     assert shares.eligible(["a", "b"]) == ["a"]
@@ -124,6 +124,27 @@ def test_who_leads_does_not_come_back_without_its_lead() -> None:
     assert shares.eligible(["a", "b"]) == ["b"]
 
 
+def test_who_had_more_than_its_share_lately_goes_after_the_others() -> None:
+    shares = Shares({"paid": 3.0}, 1e9)
+    shares.entered("heavy")
+    for tenant, tokens in (("heavy", 700.0), ("paid", 200.0), ("light", 100.0)):
+        shares.charge(tenant, tokens, 5.0)
+    shares.entered("light")
+    assert [name for name in ("heavy", "paid", "light") if shares.over(name)] == ["heavy"]
+    assert shares.eligible(["heavy", "light"]) == ["light"]
+    assert shares.eligible(["heavy"]) == ["heavy"]
+    shares.charge("paid", 1000.0, 5.0)  # 400 by its weight
+    assert shares.over("heavy") and not shares.over("paid")
+    shares.charge("light", 100.0, 5.0 + 20 * HALF_S)
+    assert not shares.over("heavy")
+
+
+def test_a_tenant_that_is_alone_is_never_over_its_share() -> None:
+    shares = Shares({}, 10.0)
+    shares.charge("a", 1000.0)
+    assert not shares.over("a") and not shares.over("b")
+
+
 def test_a_weight_must_be_positive() -> None:
     with pytest.raises(ValueError, match="'a' is not positive"):
         Shares({"a": 0.0}, 1.0)
@@ -139,6 +160,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = BranchQueue(SIZE, self.shares, order)
         self.waiting: dict[int, tuple[Job, int]] = {}
         self.service: dict[str, float] = {}
+        self.lately: Counter[str] = Counter()
         self.now, self.ids = 0.0, 0
 
     def floor(self) -> float:
@@ -196,15 +218,24 @@ class QueueMachine(RuleBasedStateMachine):
             }
         if gone.tenant in self.service:
             self.service[gone.tenant] += charge / (2.0 if gone.tenant == "x" else 1.0)
+        if charge:
+            self.lately[gone.tenant] += int(charge)
         self.shares.charge(gone.tenant, charge)
+
+    def over(self, tenant: str) -> bool:
+        weights = {name: 2.0 if name == "x" else 1.0 for name in TENANTS}
+        mean = self.lately.total() / (sum(weights[name] for name in self.lately) or 1.0)
+        return self.lately[tenant] > OVER * mean * weights[tenant]
 
     def wanted(self, overdue_since: float) -> tuple[Job, int]:
         oldest = min(self.waiting.values(), key=lambda entry: entry[0].arrived)
         if oldest[0].arrived < overdue_since:
             return oldest
-        ceiling = self.floor() + self.quantum
-        may = [entry for entry in self.waiting.values() if self.service[entry[0].tenant] <= ceiling]
-        return min(may, key=self.place)
+        tenants = {job.tenant for job, _ in self.waiting.values()}
+        first = {tenant for tenant in tenants if not self.over(tenant)} or tenants
+        ceiling = max(self.floor() + self.quantum, min(self.service[one] for one in first))
+        may = {tenant for tenant in first if self.service[tenant] <= ceiling}
+        return min((e for e in self.waiting.values() if e[0].tenant in may), key=self.place)
 
     def place(self, entry: tuple[Job, int]) -> tuple[float, ...]:
         job, matched = entry

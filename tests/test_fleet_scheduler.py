@@ -53,6 +53,8 @@ class Told:
     outstanding_tokens: int = 0
     step_s: float = 0.01
     prefill_s_per_token: float = 0.001
+    used_blocks: int = 0
+    total_blocks: int = 0
 
 
 class World:
@@ -267,6 +269,109 @@ def test_every_job_goes_out_once_and_nothing_is_left(
         assert not server.sent and not len(server.queue) and server.queue.tokens == 0
         assert server.outstanding.tokens == 0
     assert not world.scheduler._shares._service
+
+
+def test_what_was_generated_is_charged_twice_once() -> None:
+    world = World()
+    (out,) = world.scheduler.arrive(job(0, 1, 2, tenant="a"), 0.0)
+    world.scheduler.ended(out.job, out.server, 0.5, 10)
+    world.scheduler.ended(out.job, out.server, 0.5, 10)
+    assert world.scheduler._shares._lately == {"a": 2 * SIZE + 1 + 2 * 10}
+
+
+def test_a_tenant_over_its_share_leaves_room_and_the_others_pass_it_at_the_replica() -> None:
+    world = World()
+    for tenant, tokens in (("heavy", 500.0), ("light", 10.0)):
+        world.scheduler._shares.charge(tenant, tokens)
+    world.arrive(job(0, *range(3), tenant="heavy"))
+    heavy = job(1, *range(10, 14), tenant="heavy")
+    assert world.arrive(heavy) == []  # 49 tokens are a quarter of the window
+    (out,) = world.scheduler.arrive(job(2, 20, 21, 22, tenant="light"), 0.0)
+    assert (out.job.id, out.rank) == (2, 0)
+    for id in (0, 2):
+        world.servers[0].outstanding.settled(id)
+    world.scheduler.reported(world.servers[0], Told(used_blocks=60, total_blocks=100), 0.0)
+    assert world.scheduler.pump(world.servers[0], 0.0) == []  # more than half of the cache
+    (out,) = world.scheduler.pump(world.servers[0], 61.0)  # it is overdue
+    assert (out.job.id, out.rank) == (1, 1)
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(
+            st.floats(0.0, 3.0),  # seconds since the one before
+            st.integers(0, 2),  # what is shared
+            st.integers(0, 30),  # blocks of its own
+            st.sampled_from("xxxyz"),
+            st.integers(-1, 1),
+            st.sampled_from((None, None, None, "comes", "goes")),
+        ),
+        min_size=1,
+        max_size=80,
+    ),
+    window=st.sampled_from((0.5, 1.0, 2.0)),
+    steals=st.booleans(),
+)
+def test_nobody_waits_longer_than_the_bound_and_what_is_older_takes(
+    arrivals: list[tuple[float, int, int, str, int, str | None]], window: float, steals: bool
+) -> None:
+    """Once a job is overdue, nothing that came after it goes out at its server before it."""
+    bound = 5.0
+    world = World(Hotbranch(), 2, window=window, steals=steals, quantum=300.0, starvation_s=bound)
+    scheduler = world.scheduler
+    busy: dict[Holder, float] = {}  # until when
+    jobs: dict[int, Job] = {}
+    served: set[int] = set()
+
+    def take(outs: Sequence[Dispatch], now: float) -> None:
+        for out in outs:
+            served.add(out.job.id)
+            waits = [jobs[id] for id, at in scheduler.waiting.items() if at is out.server]
+            late = [one for one in waits if one.arrived < now - bound]
+            assert all(out.job.arrived <= one.arrived for one in late)
+
+    def until(end: float) -> None:
+        """Each server computes one job after another, ten milliseconds a token."""
+        while True:
+            idle = [server for server in scheduler.servers.values() if server.sent]
+            ends = {server: busy.setdefault(server.holder, now_of(server)) for server in idle}
+            server = min(ends, key=lambda one: ends[one], default=None)
+            if server is None or ends[server] > end:
+                return
+            now = ends[server]
+            done, _ = next(iter(server.sent.values()))
+            del busy[server.holder]
+            scheduler.began(done, server, 0, 0, now)
+            scheduler.ended(done, server, now, 3)
+            clock[0] = max(clock[0], now)
+            take(scheduler.pump(server, now), now)
+
+    def now_of(server: Server) -> float:
+        done, sent = next(iter(server.sent.values()))
+        return max(sent, clock[0]) + done.tokens * 1e-2
+
+    clock = [0.0]
+    for id, (gap, shared, own, tenant, priority, change) in enumerate(arrivals):
+        at = clock[0] + gap
+        until(at)
+        clock[0] = at
+        if change == "goes" and len(scheduler.servers) > 1:
+            gone = next(iter(scheduler.servers))
+            world.index.remove(gone)
+            busy.pop(gone, None)
+            lost, outs = scheduler.remove(gone, at)
+            served |= {one.id for one in lost}
+            take(outs, at)
+        if change == "comes" and HOLDERS[2] not in scheduler.servers:
+            world.index.add(HOLDERS[2], SIZE, 1000)
+            world.index.replace(HOLDERS[2], [], at)
+            scheduler.add(HOLDERS[2], SIZE, CHUNK)
+        path = (shared, *range(100, 104), *range(1000 * id, 1000 * id + own))
+        size = len(path) * SIZE + 1
+        jobs[id] = Job(id, size, {SIZE: keys(path)}, at, tenant, priority)
+        take(scheduler.arrive(jobs[id], at), at)
+    until(float("inf"))
+    assert served == set(jobs) and not scheduler.waiting
 
 
 @pytest.mark.parametrize("count", [2, 3])

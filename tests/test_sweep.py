@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.fleet import scheduling, sweep
+from bench.fleet.fairness import DOCUMENTS, Crowd
 from bench.fleet.load import load
 from bench.fleet.sweep import Point
 from hotbranch.settings import SimulateSettings
@@ -24,6 +25,7 @@ def run(
     monkeypatch.setattr(
         sweep, "QUICK", [Point("rag", "shape:rag", requests=60), Point("far", "far.jsonl")]
     )
+    monkeypatch.setattr(sweep, "CROWDS", {"few": Crowd(DOCUMENTS, 1.0, 2, 2, 8.0, 1)})
     monkeypatch.setattr(scheduling, "WAITING", 50)
     monkeypatch.setattr(scheduling, "MEASURED", 20)
     monkeypatch.delenv("TRACES", raising=False)
@@ -40,6 +42,7 @@ def test_every_policy_has_its_figures_and_what_is_there_is_not_done_again(
     assert status == (1 if result["missed"] else 0)
     assert json.loads(file.read_text()) == result
     assert "far: left out" in err and "rag\n" in err
+    assert set(result["fairness"]) == {"few"}  # type: ignore[call-overload]
     workloads = result["workloads"]
     assert isinstance(workloads, dict) and set(workloads) == {"rag"}
     assert set(workloads["rag"]) == set(POLICIES)

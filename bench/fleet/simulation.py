@@ -29,9 +29,10 @@ LOAD_S = 0.1  # between two load reports of a replica, while it works
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What is simulated. `block_size` in tokens; `admission` is the order within a replica. Requests
-    come to the `routers` in turn; what a replica tells them, of its cache and of its load, is
-    `report_s` old when it arrives.
+    """What is simulated. `block_size` in tokens; `admission` is the order within a replica.
+
+    Requests come to the `routers` in turn; what a replica tells them, of its cache and of its load,
+    is `report_s` old when it arrives.
     """
 
     replicas: int
@@ -177,7 +178,7 @@ class Simulation:
             served.matched = dispatch.matched * self._block_size
             router.open[id] = dispatch
             sampling = Sampling(served.output, ignore_eos=True)
-            request = Request(id, SPACE, self._prompts.pop(id), sampling)
+            request = Request(id, SPACE, self._prompts.pop(id), sampling, priority=dispatch.rank)
             self._replicas[number].add(request, self.now)
             self._begin_step(number)
 
@@ -227,7 +228,8 @@ class Simulation:
             scheduler.began(dispatch.job, server, dispatch.matched, blocks, self.now)
         if advance.finish is not None:
             served.end, served.generated = self.now, advance.sequence.generated
-            scheduler.ended(router.open.pop(id).job, server, self.now)
+            dispatch = router.open.pop(id)
+            scheduler.ended(dispatch.job, server, self.now, served.generated)
             self._progress()
         if self._report_s and (advance.finish is not None or served.first == self.now):
             self._send(router, scheduler.pump(server, self.now))

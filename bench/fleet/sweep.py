@@ -10,11 +10,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.fleet import real_time
+from bench.fleet import over_load, real_time
+from bench.fleet.fairness import CROWDS, fairness
+from bench.fleet.fairness import missed as unfair
 from bench.fleet.load import load
 from bench.fleet.main import Outcome, simulations
 from bench.fleet.report import Report
@@ -94,9 +96,17 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write there too; what is in it is not redone"
     )
+    parser.add_argument(
+        "--orders", action="store_true", help="instead: depth first beside arrival, over load"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="of --orders: .png or .svg")
     arguments = parser.parse_args()
     given = os.environ.get("TRACES")
     traces = Path(given) if given else None
+    if arguments.plot and (not arguments.orders or arguments.plot.suffix not in (".png", ".svg")):
+        parser.error("--plot is for --orders, and ends in .png or .svg")
+    if arguments.orders:
+        return over_load.main(traces, arguments.plot)
     points = FULL if arguments.full else QUICK
     profiles = PROFILES if arguments.full else {"": DEFAULT}
     names = [point.name + end for end in profiles for point in points]
@@ -123,11 +133,13 @@ def main() -> int:
             if arguments.out:
                 _write(arguments.out, {"workloads": found})
     placed_us = scheduling_us()
-    missed = list(_missed(found, placed_us))
+    fair = {} if arguments.only else {n: fairness(crowd) for n, crowd in CROWDS.items()}
+    missed = [*_missed(found, placed_us), *unfair(fair)]
     result = {
         "replicas": SimulateSettings().replicas,
         "workloads": found,
         "scheduling_us_p50": placed_us,
+        "fairness": {name: asdict(one) for name, one in fair.items()},
         "missed": missed,
     }
     if arguments.out:

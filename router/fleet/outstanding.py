@@ -13,15 +13,15 @@ class Outstanding:
 
     def __init__(self) -> None:
         self._reports = 0
-        self._sent: dict[int, tuple[int, int]] = {}  # ticket -> (reports before it, tokens)
+        self._sent: dict[int, tuple[int, int, int]] = {}  # ticket -> (reports before, tokens, rank)
         self._ours = 0
         self._counted = 0  # tokens of ours that the last report surely counts
         self._left = 1.0  # the part of these that was not computed by then
         self._others = 0
 
-    def sent(self, ticket: int, tokens: int) -> None:
-        """A request was submitted that needs `tokens` of prefill."""
-        self._sent[ticket] = (self._reports, tokens)
+    def sent(self, ticket: int, tokens: int, rank: int = 0) -> None:
+        """A request was submitted that needs `tokens` of prefill. Lower ranks go first there."""
+        self._sent[ticket] = (self._reports, tokens, rank)
         self._ours += tokens
 
     def settled(self, ticket: int) -> None:
@@ -35,7 +35,7 @@ class Outstanding:
     def reported(self, tokens: int) -> None:
         """The replica's own figure arrived."""
         self._reports += 1
-        self._counted = sum(size for at, size in self._sent.values() if self._counts(at))
+        self._counted = sum(size for at, size, _ in self._sent.values() if self._counts(at))
         self._left = min(1.0, tokens / self._counted) if self._counted else 1.0
         self._others = max(0, tokens - self._ours)
 
@@ -49,11 +49,12 @@ class Outstanding:
         """The estimate."""
         return self._others + self._ours - int((1.0 - self._left) * self._counted)
 
-    def before(self, tokens: int) -> int:
-        """What goes before a request that needs `tokens`, where the least goes first: of our own
-        only what needs no more, of others' all."""
-        ours = (self._remains(at, size) for at, size in self._sent.values())
-        return self._others + int(sum(left for left in ours if left <= tokens))
+    def before(self, tokens: int, rank: int = 0) -> int:
+        """What goes before a request that needs `tokens`, where of a rank the least goes first: of
+        our own only what needs no more, of others' all."""
+        mine = rank, tokens
+        left = ((other, self._remains(at, size)) for at, size, other in self._sent.values())
+        return self._others + int(sum(one[1] for one in left if one <= mine))
 
     def _remains(self, at: int, size: int) -> float:
         return self._left * size if self._counts(at) else size

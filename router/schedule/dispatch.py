@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 3
 CHUNK_TOKENS = 512  # of a replica that does not say
 LONGEST_RETRY_S = 60
+MOST = (1 << 31) - 1  # of a priority on the wire
 RULES = Rules()
 SHORTEST_S = 0.001  # until a deadline: 0 is none
 
@@ -208,7 +209,7 @@ class QueueingDispatcher:
             left = 0.0 if job.deadline == inf else max(SHORTEST_S, job.deadline - _now())
             closed = partial(self._closed, scheduler, dispatch)
             route = LiveRoute(link, len(samplings), matched, closed)
-            submits = [_submit(prompt, one, matched, server.holder.rank, left) for one in samplings]
+            submits = [_submit(prompt, one, dispatch, left) for one in samplings]
             route.tickets = link.submit(submits, route, job.tokens - matched)
             self.open_routes += 1
             self.placements[dispatch.reason] += 1
@@ -234,9 +235,9 @@ class QueueingDispatcher:
         scheduler.began(dispatch.job, dispatch.server, believed, blocks, _now())
         self._perform(scheduler, scheduler.pump(dispatch.server, _now()))
 
-    def _closed(self, scheduler: FleetScheduler, dispatch: Dispatch) -> None:
+    def _closed(self, scheduler: FleetScheduler, dispatch: Dispatch, generated: int) -> None:
         self.open_routes -= 1
-        scheduler.ended(dispatch.job, dispatch.server, _now())
+        scheduler.ended(dispatch.job, dispatch.server, _now(), generated)
         self._perform(scheduler, scheduler.pump(dispatch.server, _now()))
 
     def _changed(self, link: Link) -> None:
@@ -287,9 +288,7 @@ def _too_late(prompt: Prompt) -> Unavailable:
     return Unavailable(f"it would not begin within {prompt.deadline_s:g} s", overloaded=True)
 
 
-def _submit(
-    prompt: Prompt, sampling: Sampling, matched: int, rank: int, deadline_s: float
-) -> Submit:
+def _submit(prompt: Prompt, sampling: Sampling, dispatch: Dispatch, deadline_s: float) -> Submit:
     return Submit(
         request_id=prompt.request_id,
         model=prompt.model,
@@ -297,8 +296,8 @@ def _submit(
         salt=prompt.salt,
         token_ids=prompt.token_ids,
         sampling=sampling,
-        priority=prompt.priority,
+        priority=max(-MOST, min(MOST, dispatch.rank)),
         deadline_s=deadline_s,
-        predicted_tokens=matched,
-        rank=rank,
+        predicted_tokens=dispatch.matched * dispatch.server.block_size,
+        rank=dispatch.server.holder.rank,
     )

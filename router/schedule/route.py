@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from hotbranch.keys import TOKEN_BYTES
 from hotbranch.v1.serve_pb2 import (
     FINISH_REASON_CANCELLED,
     FINISH_REASON_ERROR,
@@ -30,7 +31,8 @@ class Rejected(Exception):
 class LiveRoute:
     """Implements `router.generation.Route` and the link's Receiver.
 
-    `on_close` is called exactly once, when the last choice has finished, failed or been cancelled.
+    `on_close` is called exactly once, when the last choice has finished, failed or been cancelled,
+    with the tokens that all choices together were sent.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class LiveRoute:
         link: Link,
         choices: int,
         predicted_tokens: int,
-        on_close: Callable[[], None],
+        on_close: Callable[[int], None],
     ) -> None:
         self.replica_id = link.replica_id
         self.predicted_tokens = predicted_tokens
@@ -49,6 +51,7 @@ class LiveRoute:
         self._on_close = on_close
         self._steps: list[Sequence[tuple[int, Delta]]] = []
         self._began = False
+        self._generated = 0
         self._failure: Lost | Rejected | None = None
         self._wake = asyncio.Event()
 
@@ -59,6 +62,7 @@ class LiveRoute:
                     self._lose(Lost(delta.error or "the replica gave the request up"))
                     return
                 delta.finish = FINISH_REASON_ERROR
+            self._generated += len(delta.token_ids) // TOKEN_BYTES
             if choice == 0 and delta.HasField("cached_tokens"):
                 self.cached_tokens = delta.cached_tokens
             if delta.finish:
@@ -115,8 +119,8 @@ class LiveRoute:
 
     def _close(self) -> None:
         on_close, self._on_close = self._on_close, _nothing
-        on_close()
+        on_close(self._generated)
 
 
-def _nothing() -> None:
+def _nothing(generated: int) -> None:
     pass

@@ -21,6 +21,8 @@ from router.schedule.shares import Shares
 LOOKED_AT = 16  # jobs of the longest queue that an idle server considers, those that wait longest
 LEVEL_S = 1.0  # between two looks at how fast servers are
 ALIKE = 2.0  # measured speeds within this factor of the typical one are the same speed
+LEAVES, FILLS = 0.25, 0.5  # of the window and of the cache, for a tenant over its share
+OUTPUT = 2.0  # what a token of output is charged, in uncached tokens of prompt
 REMATCHED = 8  # heads of a queue whose match had shrunk, looked at in one dispatch
 
 
@@ -40,6 +42,7 @@ class Dispatch:
     server: Server
     matched: int
     reason: str
+    rank: int = 0  # what goes first there is least
 
 
 class Policy(Protocol):
@@ -185,10 +188,11 @@ class FleetScheduler:
             self._index.missed(server.holder, keys, cached, now)
         self._index.computed(server.holder, keys, cached, now)
 
-    def ended(self, job: Job, server: Server, now: float) -> None:
-        """A job has finished, however. Idempotent."""
+    def ended(self, job: Job, server: Server, now: float, generated: int = 0) -> None:
+        """A job has finished, however, and `generated` tokens came of it. Idempotent."""
         server.outstanding.settled(job.id)
         if server.sent.pop(job.id, None):
+            self._shares.charge(job.tenant, OUTPUT * generated, now)
             self._policy.ended(job, server, now)
 
     def reported(self, server: Server, report: Report, now: float, ranks: int = 1) -> None:
@@ -251,14 +255,10 @@ class FleetScheduler:
         A replica computes the least first, so that a long prompt does not keep short ones here.
         """
         out: list[Dispatch] = []
-        window = self._rules.window * server.chunk_tokens
         looked = 0
         while (head := server.queue.next(now - self._rules.starvation_s)) is not None:
             job, believed = head
-            before = server.outstanding.tokens
-            if self._rules.order == "depth_first":
-                before = server.outstanding.before(job.tokens - believed * server.block_size)
-            if before >= window:
+            if not self._has_room(server, job, believed, now):
                 break
             matched = self._matched(job).get(server.holder, 0)
             if matched < believed and looked < REMATCHED:
@@ -273,14 +273,31 @@ class FleetScheduler:
         keys = job.keys[server.block_size]
         uncached = job.tokens - matched * server.block_size
         self._index.predict(server.holder, keys, now)
-        server.outstanding.sent(job.id, uncached)
+        rank = self._rank(job)
+        server.outstanding.sent(job.id, uncached, rank)
         server.sent[job.id] = job, now
-        self._shares.charge(job.tenant, uncached)
+        self._shares.charge(job.tenant, uncached, now)
         self._policy.sent(job, server, now)
         if matched < len(keys):
             for sibling in server.queue.below(keys[matched]):
                 server.queue.file(sibling, self._matched(sibling).get(server.holder, 0))
-        return Dispatch(job, server, matched, reason)
+        return Dispatch(job, server, matched, reason, rank)
+
+    def _has_room(self, server: Server, job: Job, matched: int, now: float) -> bool:
+        """A tenant over its share leaves most of the window to others, for a step that runs delays
+        whoever comes, and half of the cache, which what runs keeps until it ends."""
+        before = server.outstanding.tokens
+        if self._rules.order == "depth_first":
+            uncached = job.tokens - matched * server.block_size
+            before = server.outstanding.before(uncached, self._rank(job))
+        window = self._rules.window * server.chunk_tokens
+        overdue = job.arrived < now - self._rules.starvation_s
+        if overdue or not self._shares.over(job.tenant):
+            return before < window
+        return before < LEAVES * window and server.filled < FILLS
+
+    def _rank(self, job: Job) -> int:
+        return job.priority * 2 + self._shares.over(job.tenant)
 
     def _steal(self, now: float) -> list[Dispatch]:
         """Servers that have nothing to do take from the longest queue what gains most by moving."""

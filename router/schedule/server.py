@@ -72,6 +72,14 @@ class Server:
         return bool(self.sent or (self.report and self.report.running))
 
     @property
+    def filled(self) -> float:
+        """Of its cache, what is in use and what was sent will need; 0 where it does not say."""
+        if self.report is None or not self.report.total_blocks:
+            return 0.0
+        coming = self.outstanding.tokens / self.block_size
+        return (self.report.used_blocks + coming) / self.report.total_blocks
+
+    @property
     def drained_s(self) -> float:
         """Seconds of prefill that were sent here, or wait."""
         return (self.outstanding.tokens + self.queue.tokens) * self.prefill_s_per_token

@@ -2,11 +2,17 @@
 
 Deficit longest prefix match (Cao et al. 2025, "Locality-aware fair scheduling in LLM serving"):
 order is free among tenants whose service does not lead that of the least served by more than a
-quantum. A deficit that is refilled for all at once is the same as a lead that is bounded.
+quantum. A deficit that is refilled for all at once is the same as a lead that is bounded. Those who
+ask for little are not among those that wait long enough to be led: what was charged lately says who
+takes more than his share of it, and such a tenant goes after all others.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+
+HALF_S = 10.0  # what was charged so long ago counts half
+OVER = 1.5  # times its share of what was charged lately, before a tenant is over it
+AGED_S = 1.0  # between two looks at how long ago it was
 
 
 class Shares:
@@ -22,6 +28,9 @@ class Shares:
         self._quantum = quantum
         self._service: dict[str, float] = {}  # of those that wait, and of those that lead them
         self._waiting: Counter[str] = Counter()
+        self._lately: dict[str, float] = {}  # charged, old charges less
+        self._total = self._weighing = 0.0  # of those: tokens, and weights
+        self._aged_at = 0.0
 
     def entered(self, tenant: str) -> None:
         """A request of the tenant waits now."""
@@ -37,16 +46,45 @@ class Shares:
             del self._waiting[tenant]
             self._settle()
 
-    def charge(self, tenant: str, tokens: float) -> None:
+    def charge(self, tenant: str, tokens: float, now: float = 0.0) -> None:
         """The tenant was served."""
         if tenant in self._service:
-            self._service[tenant] += tokens / self._weights.get(tenant, 1.0)
+            self._service[tenant] += tokens / self._weight(tenant)
+        self._age(now)
+        if tokens:
+            if tenant not in self._lately:
+                self._lately[tenant] = 0.0
+                self._weighing += self._weight(tenant)
+            self._lately[tenant] += tokens
+            self._total += tokens
+
+    def over(self, tenant: str) -> bool:
+        """Whether of what was charged lately the tenant had more than its share among those who had
+        any. Such a one takes what the others leave: they find room as if it were not there."""
+        mine = self._lately.get(tenant, 0.0) * self._weighing
+        return mine > OVER * self._weight(tenant) * self._total
 
     def eligible(self, tenants: Iterable[str]) -> list[str]:
         """Those of some that wait who may go next: never none, or a server would idle."""
-        served = {tenant: self._service[tenant] for tenant in tenants}
+        waiting = list(tenants)
+        within = [tenant for tenant in waiting if not self.over(tenant)]
+        served = {tenant: self._service[tenant] for tenant in within or waiting}
         ceiling = max(self._floor() + self._quantum, min(served.values()))
         return [tenant for tenant, service in served.items() if service <= ceiling]
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def _age(self, now: float) -> None:
+        """Shares do not change by it, so that nobody need do it before asking for them."""
+        if now - self._aged_at < AGED_S:
+            return
+        left = 0.5 ** ((now - self._aged_at) / HALF_S)
+        self._aged_at = now
+        aged = {tenant: tokens * left for tenant, tokens in self._lately.items()}
+        self._lately = {tenant: tokens for tenant, tokens in aged.items() if tokens >= 1}
+        self._total = sum(self._lately.values())
+        self._weighing = sum(self._weight(tenant) for tenant in self._lately)
 
     def _floor(self) -> float:
         return min((self._service[tenant] for tenant in self._waiting), default=0.0)

@@ -56,12 +56,17 @@ class Hotbranch:
         ]
         longest, cheapest = max(depths), min(range(len(servers)), key=costs.__getitem__)
         if longest - min(depths) < LITTLE * job.tokens:
+            # What little is matched shall not draw all new branches to the server that has it.
+            even = [
+                cost + (depth - min(depths)) * server.prefill_s_per_token
+                for cost, depth, server in zip(costs, depths, servers, strict=True)
+            ]
             extra = TOLERANCE * min(1.0, self.pace.found / RECURRING)
             slack = extra * price * job.tokens * servers[cheapest].prefill_s_per_token
             home, second = _rendezvous(job, servers, longest)
-            if costs[home] > (1 + extra) * costs[second] + slack:
+            if even[home] > (1 + extra) * even[second] + slack:
                 home = second
-            if costs[home] <= (1 + extra) * costs[cheapest] + slack:
+            if even[home] <= (1 + extra) * min(even) + slack:
                 return home, "rendezvous"
         hottest = min(
             (i for i, depth in enumerate(depths) if depth == longest), key=costs.__getitem__
