@@ -50,6 +50,7 @@ class First:
 @dataclass(frozen=True)
 class Told:
     running: int = 0
+    waiting: int = 0
     outstanding_tokens: int = 0
     step_s: float = 0.01
     prefill_s_per_token: float = 0.001

@@ -12,7 +12,7 @@ from router.fleet.holder import Holder
 from router.fleet.outstanding import Outstanding
 from router.index.index import Index
 from router.schedule.job import Job
-from router.schedule.policies.hotbranch import Hotbranch, cost
+from router.schedule.policies.hotbranch import Hotbranch
 from router.schedule.policies.pace import DEAREST
 from router.schedule.scheduler import Dispatch, FleetScheduler, Full, Late, Nowhere, Rules
 
@@ -26,6 +26,7 @@ class Told:
     outstanding_tokens: int = 0
     prefill_s_per_token: float = 1e-3
     running: int = 0
+    waiting: int = 0
     step_s: float = 0.0
 
 
@@ -249,7 +250,7 @@ def test_a_choice_costs_at_most_what_it_saves_more_than_the_cheapest(
         world.holds(name, *range(blocks))
         world.told(name, Told(outstanding_tokens=tokens))
     costs = {
-        Holder(name): cost(world.scheduler.servers[Holder(name)], 641 - blocks * SIZE, 0.0)
+        Holder(name): world.scheduler.servers[Holder(name)].cost_s(641 - blocks * SIZE)
         for name, blocks in zip("abc", matched, strict=False)
     }
     out = world.place(job(1, *range(40)))

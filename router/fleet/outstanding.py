@@ -9,9 +9,10 @@ CROSSING = 2  # reports until one surely counts a request: the first may have me
 
 
 class Outstanding:
-    """Pure."""
+    """Pure. `tokens` is the estimate."""
 
     def __init__(self) -> None:
+        self.tokens = 0  # kept up to date: it is read far more often than it changes
         self._reports = 0
         self._sent: dict[int, tuple[int, int, int]] = {}  # ticket -> (reports before, tokens, rank)
         self._ours = 0
@@ -23,6 +24,7 @@ class Outstanding:
         """A request was submitted that needs `tokens` of prefill. Lower ranks go first there."""
         self._sent[ticket] = (self._reports, tokens, rank)
         self._ours += tokens
+        self._sum()
 
     def settled(self, ticket: int) -> None:
         """The request produced its first token, or ended. Idempotent."""
@@ -31,6 +33,7 @@ class Outstanding:
             self._ours -= entry[1]
             if self._counts(entry[0]):
                 self._counted -= entry[1]
+            self._sum()
 
     def reported(self, tokens: int) -> None:
         """The replica's own figure arrived."""
@@ -38,16 +41,12 @@ class Outstanding:
         self._counted = sum(size for at, size, _ in self._sent.values() if self._counts(at))
         self._left = min(1.0, tokens / self._counted) if self._counted else 1.0
         self._others = max(0, tokens - self._ours)
+        self._sum()
 
     @property
     def ours(self) -> int:
         """Tokens of what we sent that has not begun, as if nothing of it were computed."""
         return self._ours
-
-    @property
-    def tokens(self) -> int:
-        """The estimate."""
-        return self._others + self._ours - int((1.0 - self._left) * self._counted)
 
     def before(self, tokens: int, rank: int = 0) -> int:
         """What goes before a request that needs `tokens`, where of a rank the least goes first: of
@@ -55,6 +54,9 @@ class Outstanding:
         mine = rank, tokens
         left = ((other, self._remains(at, size)) for at, size, other in self._sent.values())
         return self._others + int(sum(one[1] for one in left if one <= mine))
+
+    def _sum(self) -> None:
+        self.tokens = self._others + self._ours - int((1.0 - self._left) * self._counted)
 
     def _remains(self, at: int, size: int) -> float:
         return self._left * size if self._counts(at) else size

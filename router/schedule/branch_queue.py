@@ -15,7 +15,7 @@ from router.schedule.job import Job
 from router.schedule.shares import Shares
 
 Order = Literal["depth_first", "arrival"]
-SIZES = 40  # powers of two that a prompt can need
+SIZES = 32  # powers of two that a prompt can need
 
 
 @dataclass(slots=True, eq=False)
@@ -100,17 +100,18 @@ class BranchQueue:
 
     def ahead(self, uncached: int) -> int:
         """Tokens of those that would go before a job that needs so many, nearly."""
-        if self._order == "arrival":
-            return self.tokens
-        size = uncached.bit_length()
-        return sum(self._sizes[:size]) + self._sizes[size] // 2
+        return self.around(uncached)[0]
 
     def behind(self, uncached: int) -> float:
         """How many would go after it, nearly."""
+        return self.around(uncached)[1]
+
+    def around(self, uncached: int) -> tuple[int, float]:
+        """Both at once, for this is asked of every server about every job."""
         if self._order == "arrival":
-            return 0.0
-        size = uncached.bit_length()
-        return sum(self._jobs[size + 1 :]) + self._jobs[size] / 2
+            return self.tokens, 0.0
+        size, jobs, sizes = uncached.bit_length(), self._jobs, self._sizes
+        return sum(sizes[:size]) + sizes[size] // 2, sum(jobs[size + 1 :]) + jobs[size] / 2
 
     def _rank(self, entry: _Entry) -> tuple[int, int, int]:
         """What goes first is least. Of equal work that with the deeper match, then the older."""

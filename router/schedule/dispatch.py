@@ -6,6 +6,7 @@ The fleet's scheduler decides, once for each model; here its decisions meet the 
 import asyncio
 import itertools
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +79,7 @@ class QueueingDispatcher:
         self._schedulers: dict[str, FleetScheduler] = {}  # by model
         self._links: dict[Holder, tuple[Link, FleetScheduler]] = {}  # of those in a scheduler
         self._waiting: dict[int, _Waiting] = {}  # by job
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(random.getrandbits(32))  # routers shall not draw alike
         self.chains = KeyChains()
         self.open_routes = 0
         self.retries = 0

@@ -105,6 +105,7 @@ class FleetScheduler:
         self._rules = rules
         self._shares = Shares(weights, rules.quantum)
         self._reasons: dict[int, str] = {}
+        self._room, self._sizes = inf, set[int]()  # as in _joined
         self._level_at = 0.0
         self._typical = 0.0  # prefill seconds a token; 0 when none has measured it
 
@@ -113,6 +114,7 @@ class FleetScheduler:
         queue = BranchQueue(block_size, self._shares, self._rules.order)
         server = Server(holder, block_size, chunk_tokens, queue, room)
         self.servers[holder] = server
+        self._joined()
         self._level()
         return server
 
@@ -122,6 +124,7 @@ class FleetScheduler:
         them.
         """
         server = self.servers.pop(holder)
+        self._joined()
         lost = [job for job, _ in server.sent.values()]
         for job in lost:
             self.ended(job, server, now)
@@ -134,6 +137,11 @@ class FleetScheduler:
             except Nowhere:
                 lost.append(job)
         return lost, out
+
+    def _joined(self) -> None:
+        """What fits all servers there are, so that most jobs need not be tried with each."""
+        self._room = min((server.room for server in self.servers.values()), default=inf)
+        self._sizes = {server.block_size for server in self.servers.values()}
 
     def cancel(self, job: Job) -> bool:
         """A job is not wanted any more; whether it still waited here."""
@@ -163,10 +171,7 @@ class FleetScheduler:
         )
 
     def _place(self, job: Job, now: float) -> list[Dispatch]:
-        """Where it fits nowhere, one that it has not been to says why."""
-        everywhere = self.servers.values()
-        servers = [server for server in everywhere if server.takes(job)]
-        servers = servers or [server for server in everywhere if server.serves(job)]
+        servers = self._takers(job)
         if not servers:
             raise Nowhere
         self._index.expire(now)
@@ -179,6 +184,14 @@ class FleetScheduler:
         self._reasons[job.id] = placement.reason
         self._file(job, server, blocks)
         return [*self._pump(server, now), *self._steal(now)]
+
+    def _takers(self, job: Job) -> list[Server]:
+        """Where it may go. Where it fits nowhere, one that it has not been to says why."""
+        servers = list(self.servers.values())
+        if not job.avoids and job.tokens < self._room and self._sizes <= job.keys.keys():
+            return servers
+        fit = [server for server in servers if server.takes(job)]
+        return fit or [server for server in servers if server.serves(job)]
 
     def began(self, job: Job, server: Server, matched: int, cached: int, now: float) -> None:
         """The first token of a job is there: of its blocks `cached` were, of `matched` believed."""

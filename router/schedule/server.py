@@ -50,11 +50,17 @@ class Server:
     measured: float = 0.0
     prefill_s_per_token: float = PREFILL_S_PER_TOKEN
     step_s: float = 0.0
+    others: int = 0  # requests that it had from other routers, when it last reported
+    label: bytes = field(init=False)  # its name, to be hashed
+
+    def __post_init__(self) -> None:
+        self.label = f"{self.holder.replica}/{self.holder.rank}".encode()
 
     def reported(self, report: Report, ranks: int = 1) -> None:
         """A load report came, of so many ranks together."""
         self.report = report
         self.outstanding.reported(report.outstanding_tokens // ranks)
+        self.others = max(0, (report.running + report.waiting) // ranks - len(self.sent))
         self.measured = report.prefill_s_per_token or self.measured
         self.prefill_s_per_token = self.measured or self.prefill_s_per_token
         self.step_s = report.step_s or self.step_s
@@ -66,6 +72,11 @@ class Server:
     def serves(self, job: Job) -> bool:
         """Whether the job may go to it: where a prompt is too long, it says so."""
         return self.block_size in job.keys and self.holder.replica not in job.avoids
+
+    @property
+    def requests(self) -> int:
+        """That it has, of all routers."""
+        return self.others + len(self.sent)
 
     @property
     def busy(self) -> bool:
@@ -90,6 +101,9 @@ class Server:
         before = self.outstanding.tokens + self.queue.ahead(uncached)
         return (before + uncached) * self.prefill_s_per_token + (self.step_s if self.busy else 0.0)
 
-    def delay_s(self, uncached: int) -> float:
-        """Seconds that it would add to those that wait here and go after it, taken together."""
-        return uncached * self.prefill_s_per_token * self.queue.behind(uncached)
+    def cost_s(self, uncached: int) -> float:
+        """The same, and the seconds that it adds to those that wait here and go after it, taken
+        together."""
+        ahead, behind = self.queue.around(uncached)
+        work = self.outstanding.tokens + ahead + uncached * (1 + behind)
+        return work * self.prefill_s_per_token + (self.step_s if self.busy else 0.0)

@@ -15,6 +15,7 @@ from router.schedule.server import Server
 LITTLE = 0.25  # of a prompt: a shorter match than this is no reason to follow it
 TOLERANCE = 0.2  # of a cost, and of the price of the prompt: what it may cost more to meet others
 RECURRING = 0.05  # of what prompts ask for is found somewhere: then they do meet others
+HEAVIEST = 1 << 64  # no digest is so large
 CROWD = 4.0  # steps that a request costs each one that runs beside it
 
 
@@ -37,24 +38,25 @@ class Hotbranch:
         prompts meets before any report is there, families spread.
         """
         depths = [matched.get(server.holder, 0) * server.block_size for server in servers]
-        price = self.pace.price(servers, now)
-        at, reason = self._choose(job, servers, depths, price)
+        self.pace.look(servers, now)
+        at, reason = self._choose(job, servers, depths)
         server = servers[at]
         uncached = job.tokens - depths[at]
         self.pace.placed(uncached * server.prefill_s_per_token, max(depths) / job.tokens, now)
         return Placement(server, reason)
 
     def _choose(
-        self, job: Job, servers: Sequence[Server], depths: Sequence[int], price: float
+        self, job: Job, servers: Sequence[Server], depths: Sequence[int]
     ) -> tuple[int, str]:
         if len(servers) == 1:
             return 0, "only"
-        step_s = step_s_each(servers)
+        price, crowd = self.pace.price, CROWD * self.pace.step_s
         costs = [
-            cost(server, job.tokens - depth, step_s)
+            server.cost_s(job.tokens - depth) + crowd * server.requests
             for server, depth in zip(servers, depths, strict=True)
         ]
-        longest, cheapest = max(depths), min(range(len(servers)), key=costs.__getitem__)
+        longest = max(depths)
+        cheapest = min(self._some(job, servers, range(len(servers))), key=costs.__getitem__)
         if longest - min(depths) < LITTLE * job.tokens:
             # What little is matched shall not draw all new branches to the server that has it.
             even = [
@@ -66,15 +68,22 @@ class Hotbranch:
             home, second = _rendezvous(job, servers, longest)
             if even[home] > (1 + extra) * even[second] + slack:
                 home = second
-            if even[home] <= (1 + extra) * min(even) + slack:
+            if even[home] <= (1 + extra) * even[cheapest] + slack:
                 return home, "rendezvous"
-        hottest = min(
-            (i for i, depth in enumerate(depths) if depth == longest), key=costs.__getitem__
-        )
+        holders = [i for i, depth in enumerate(depths) if depth == longest]
+        hottest = min(self._some(job, servers, holders), key=costs.__getitem__)
         saved_s = (longest - depths[cheapest]) * servers[hottest].prefill_s_per_token
         if longest and costs[hottest] <= costs[cheapest] + price * saved_s:
             return hottest, "match"
         return cheapest, "cost"
+
+    def _some(self, job: Job, servers: Sequence[Server], among: Sequence[int]) -> Sequence[int]:
+        """All, or two by the luck of the draw where many routers place: they all see the same old
+        report, and would bury the one that was idle then (Mitzenmacher 2000, "How useful is old
+        information?")."""
+        if self.pace.alone or len(among) <= 2:
+            return among
+        return nsmallest(2, among, key=lambda at: _weight(servers[at], job.id))
 
     def sent(self, job: Job, server: Server, now: float) -> None:
         pass
@@ -83,26 +92,18 @@ class Hotbranch:
         pass
 
 
-def _rendezvous(job: Job, servers: Sequence[Server], shared: int) -> list[int]:
-    """The two that weigh least for the first block that nobody has."""
-
-    def weight(at: int) -> int:
-        server = servers[at]
-        keys = job.keys[server.block_size]
-        first = shared // server.block_size
-        key = keys[first] if first < len(keys) else job.seed
-        return xxh3_64_intdigest(f"{server.holder.replica}/{server.holder.rank}".encode(), key)
-
-    return nsmallest(2, range(len(servers)), key=weight)
-
-
-def step_s_each(servers: Sequence[Server]) -> float:
-    """Seconds of a decoding step for each request that runs, over all servers."""
-    running = sum(len(server.sent) for server in servers)
-    return sum(server.step_s for server in servers) / (running + len(servers))
+def _rendezvous(job: Job, servers: Sequence[Server], shared: int) -> tuple[int, int]:
+    """The two of two or more that weigh least for the first block that nobody has."""
+    blocks = {size: shared // size for size in job.keys}
+    seeds = {
+        size: keys[blocks[size]] if blocks[size] < len(keys) else job.seed
+        for size, keys in job.keys.items()
+    }
+    weights = [_weight(server, seeds[server.block_size]) for server in servers]
+    home = weights.index(min(weights))
+    weights[home] = HEAVIEST
+    return home, weights.index(min(weights))
 
 
-def cost(server: Server, uncached: int, step_s_each: float) -> float:
-    """Seconds to its first token, what it delays those that wait, and the crowd that it joins."""
-    crowd = CROWD * step_s_each * len(server.sent)
-    return server.first_token_s(uncached) + server.delay_s(uncached) + crowd
+def _weight(server: Server, key: int) -> int:
+    return xxh3_64_intdigest(server.label, key)

@@ -1,28 +1,38 @@
 """How fast work comes to a fleet, and what a second more of it costs those who come later."""
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, inf
 
 from router.schedule.server import Server
 
 MEMORY_S = 10.0  # what is older by this counts a third
+LOOK_S = 0.01  # between two looks at the servers
 DEAREST = 5.0
 FACTOR = 2.0  # of the queueing formula: measured best
 FULL = 0.97  # of its time that a fleet is taken to work, at most
-RECENT = 0.01  # weight of the last prompt among those before
+RECENT = 0.01  # weight of the last prompt, or look, among those before
 
 
 class Pace:
-    """Pure. `found` is the share of prompts that some server had, as a moving average.
+    """Pure. `price` are the seconds that a second of needless work costs those who come before a
+    queue is empty, `found` the share of prompts that some server had, as a moving average, and
+    `step_s` the seconds of a decoding step for each request that runs.
 
     It begins with nothing, as a fleet does: until it has seen some seconds, work is cheap, and what
     begins hot spreads.
     """
 
     def __init__(self) -> None:
-        self.found = 0.0
+        self.price = self.found = self.step_s = 0.0
         self._jobs = self._work_s = 0.0
         self._at = 0.0
+        self._looked_at = -inf
+        self._ours, self._all = 1.0, 1.0  # requests in flight, as moving averages
+
+    @property
+    def alone(self) -> bool:
+        """Whether most requests are placed by this router."""
+        return self._all < 2 * self._ours
 
     def placed(self, work_s: float, found: float, now: float) -> None:
         """A job that needs `work_s` seconds was placed; of its prompt `found` was somewhere."""
@@ -31,15 +41,22 @@ class Pace:
         self._work_s += work_s
         self.found += RECENT * (found - self.found)
 
-    def price(self, servers: Sequence[Server], now: float) -> float:
-        """Seconds that a second of needless work costs those who come before a queue is empty: in
-        an M/G/1 queue about rate * work before them / idle share (Kleinrock 1975, chapter 5).
+    def look(self, servers: Sequence[Server], now: float) -> None:
+        """How the servers stand. In an M/G/1 queue a second costs about rate * work before them /
+        idle share (Kleinrock 1975, chapter 5); our rate is that of all, by what is in flight.
         """
+        if now - self._looked_at < LOOK_S:
+            return
+        self._looked_at = now
         self._age(now)
-        each = MEMORY_S * len(servers)
+        requests = sum(server.requests for server in servers)
+        self._ours += RECENT * (sum(len(server.sent) for server in servers) - self._ours)
+        self._all += RECENT * (requests - self._all)
+        self.step_s = sum(server.step_s for server in servers) / (requests + len(servers))
+        each = MEMORY_S * len(servers) * self._ours / max(self._ours, self._all)
         idle = 1.0 - min(FULL, self._work_s / each)
         waits_s = sum(server.drained_s for server in servers) / len(servers)
-        return min(DEAREST, FACTOR * self._jobs / each * waits_s / idle)
+        self.price = min(DEAREST, FACTOR * self._jobs / each * waits_s / idle)
 
     def _age(self, now: float) -> None:
         kept = exp((self._at - now) / MEMORY_S)
