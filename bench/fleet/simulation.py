@@ -112,6 +112,7 @@ class Simulation:
     def __init__(self, fleet: Fleet, policy: Callable[[], Policy]) -> None:
         self.served: list[Served] = []
         self.now = 0.0
+        self.most_ahead = 0  # uncached tokens that a replica had to compute, at any report
         self._block_size = fleet.block_size
         self._report_s = fleet.report_s
         self._chains = KeyChains()
@@ -194,6 +195,7 @@ class Simulation:
         if now - self._reported[number] >= LOAD_S or replica.idle:
             self._reported[number] = now
             load = replica.load()
+            self.most_ahead = max(self.most_ahead, load.outstanding_tokens)
         for router in self.routers:
             if self._report_s:
                 told = partial(self._told, router, number, stepped, load)

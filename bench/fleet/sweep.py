@@ -20,6 +20,8 @@ from bench.fleet.fairness import missed as unfair
 from bench.fleet.load import load
 from bench.fleet.main import Outcome, simulations
 from bench.fleet.report import Report
+from bench.fleet.routers import Routers, routers
+from bench.fleet.routers import missed as scattered
 from bench.fleet.scheduling import scheduling_us
 from bench.fleet.shapes import SHAPES
 from bench.fleet.texts import TAU
@@ -69,6 +71,11 @@ QUICK = [
     *_trace("synthetic", (6,), 3000),
     Point("rag", "shape:rag", requests=2000),
     Point("unique", "shape:unique", requests=2000),
+]
+SHARED = [
+    *_trace("conversation", (3,), 4000),
+    Point("rag", "shape:rag", requests=2000),
+    Point("chat", "shape:chat", requests=2000),
 ]
 FULL = [
     *_trace("conversation", (1, 2, 3, 3.4, 4)),
@@ -134,12 +141,14 @@ def main() -> int:
                 _write(arguments.out, {"workloads": found})
     placed_us = scheduling_us()
     fair = {} if arguments.only else {n: fairness(crowd) for n, crowd in CROWDS.items()}
-    missed = [*_missed(found, placed_us), *unfair(fair)]
+    shared = {} if arguments.only else dict(_shared(traces))
+    missed = [*_missed(found, placed_us), *unfair(fair), *scattered(shared)]
     result = {
         "replicas": SimulateSettings().replicas,
         "workloads": found,
         "scheduling_us_p50": placed_us,
         "fairness": {name: asdict(one) for name, one in fair.items()},
+        "routers": {name: asdict(one) for name, one in shared.items()},
         "missed": missed,
     }
     if arguments.out:
@@ -158,6 +167,16 @@ def _point(point: Point, trace: str, profile: str, jobs: int) -> Iterator[tuple[
     played = load(settings, _no_renderer, timing.kv_tokens)
     for outcome in simulations(settings, timing, played, list(POLICIES)):
         yield outcome.report.policy, _metrics(outcome)
+
+
+def _shared(traces: Path | None) -> Iterator[tuple[str, Routers]]:
+    """Many routers under some of the loads."""
+    timing, replicas = Profile.load(DEFAULT), SimulateSettings().replicas
+    for point in SHARED:
+        if (trace := point.where(traces)) is not None:
+            settings = SimulateSettings(trace=trace, speed=point.speed, requests=point.requests)
+            played = load(settings, _no_renderer, timing.kv_tokens)
+            yield point.name, routers(played, timing, replicas)
 
 
 def _no_renderer() -> Renderer:
