@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.fleet import over_load, real_time
+from bench.fleet import ablation, over_load, plot_sweep, real_time
 from bench.fleet.fairness import CROWDS, fairness
 from bench.fleet.fairness import missed as unfair
 from bench.fleet.load import load
@@ -106,14 +106,19 @@ def main() -> int:
     parser.add_argument(
         "--orders", action="store_true", help="instead: depth first beside arrival, over load"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="of --orders: .png or .svg")
+    parser.add_argument(
+        "--ablate", action="store_true", help="instead: ours without one rule at a time"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture of it: .png or .svg")
     arguments = parser.parse_args()
     given = os.environ.get("TRACES")
     traces = Path(given) if given else None
-    if arguments.plot and (not arguments.orders or arguments.plot.suffix not in (".png", ".svg")):
-        parser.error("--plot is for --orders, and ends in .png or .svg")
+    if arguments.plot and arguments.plot.suffix not in (".png", ".svg"):
+        parser.error("--plot wants a file that ends in .png or .svg")
     if arguments.orders:
         return over_load.main(traces, arguments.plot)
+    if arguments.ablate:
+        return ablation.main(traces)
     points = FULL if arguments.full else QUICK
     profiles = PROFILES if arguments.full else {"": DEFAULT}
     names = [point.name + end for end in profiles for point in points]
@@ -153,6 +158,8 @@ def main() -> int:
     }
     if arguments.out:
         _write(arguments.out, result)
+    if arguments.plot and found:
+        plot_sweep.plot(arguments.plot, OURS, found)
     for line in missed:
         print(f"missed: {line}", file=sys.stderr)
     print(json.dumps(result))
