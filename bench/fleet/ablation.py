@@ -46,7 +46,7 @@ class Without:
 
 RULES: Mapping[str, Without] = {
     "all rules": Without(),
-    "work costs nothing (price 0)": Without(((pace, "DEAREST", 0.0),)),
+    "work costs nothing (price 0)": Without(((pace, "FACTOR", 0.0), (pace, "LEAST", 0.0))),
     "work costs the same at any load (price 3)": Without(
         ((pace, "FACTOR", 1e9), (pace, "DEAREST", 3.0))
     ),

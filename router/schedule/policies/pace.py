@@ -7,7 +7,7 @@ from router.schedule.server import Server
 
 MEMORY_S = 10.0  # what is older by this counts a third
 LOOK_S = 0.01  # between two looks at the servers
-DEAREST = 5.0
+LEAST, DEAREST = 0.5, 5.0  # an idle fleet, too, keeps the siblings of a burst together
 FACTOR = 2.0  # of the queueing formula: measured best
 FULL = 0.97  # of its time that a fleet is taken to work, at most
 RECENT = 0.01  # weight of the last prompt, or look, among those before
@@ -23,7 +23,8 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.price = self.found = self.step_s = 0.0
+        self.price, self.step_s = LEAST, 0.0
+        self.found = 0.05  # that prompts recur is assumed until they do not
         self._jobs = self._work_s = 0.0
         self._at = 0.0
         self._looked_at = -inf
@@ -56,7 +57,8 @@ class Pace:
         each = MEMORY_S * len(servers) * self._ours / max(self._ours, self._all)
         idle = 1.0 - min(FULL, self._work_s / each)
         waits_s = sum(server.drained_s for server in servers) / len(servers)
-        self.price = min(DEAREST, FACTOR * self._jobs / each * waits_s / idle)
+        price = FACTOR * self._jobs / each * waits_s / idle
+        self.price = min(DEAREST, max(LEAST, price))
 
     def _age(self, now: float) -> None:
         kept = exp((self._at - now) / MEMORY_S)
