@@ -58,7 +58,7 @@ def test_order_of_arrival_looks_at_nothing_else() -> None:
     waiting = queue("arrival")
     waiting.file(job(1, 1, 2, 3, arrived=0.0), 0)
     waiting.file(job(2, 1, arrived=1.0), 1)
-    assert waiting.ahead(1) == waiting.tokens and waiting.behind(1) == 0
+    assert waiting.around(1) == (waiting.tokens, 0)
     assert drained(waiting) == [1, 2]
 
 
@@ -82,7 +82,7 @@ def test_a_server_is_never_idle_for_the_sake_of_fairness() -> None:
     here, there = BranchQueue(SIZE, shares), BranchQueue(SIZE, shares)
     here.file(job(1, 1, tenant="heavy"), 0)
     there.file(job(2, 1, tenant="light"), 0)
-    shares.charge("heavy", 1000.0)
+    shares.charge("heavy", 1000.0, 0.0)
     head = here.next(-1.0)
     assert head is not None and head[0].id == 1
 
@@ -92,22 +92,22 @@ def test_a_tenant_that_leads_by_more_than_the_quantum_waits_for_the_others() -> 
     waiting = BranchQueue(SIZE, shares)
     for id, tenant in enumerate(("paid", "free", "paid", "free")):
         waiting.file(job(id, id, *([7] * (3 if tenant == "free" else 0)), tenant=tenant), 0)
-    shares.charge("paid", 190.0)  # 95 by its weight
+    shares.charge("paid", 190.0, 0.0)  # 95 by its weight
     assert waiting.next(-1.0)[0].tenant == "paid"  # type: ignore[index]
-    shares.charge("paid", 20.0)
+    shares.charge("paid", 20.0, 0.0)
     assert waiting.next(-1.0)[0].tenant == "free"  # type: ignore[index]
-    shares.charge("free", 10.0)
+    shares.charge("free", 10.0, 0.0)
     assert waiting.next(-1.0)[0].tenant == "paid"  # type: ignore[index]
 
 
 def test_who_waited_for_nothing_has_earned_nothing() -> None:
     shares = Shares({}, 10.0)
     shares.entered("a")
-    shares.charge("a", 1000.0)
+    shares.charge("a", 1000.0, 0.0)
     shares.entered("b")  # as if it had been served as much
     shares.charge("b", 5.0, 200.0)  # what a had is long ago
     assert shares.eligible(["a", "b"]) == ["a", "b"]
-    shares.charge("b", 6.0)
+    shares.charge("b", 6.0, 0.0)
     assert shares.eligible(["a", "b"]) == ["a"]
     shares.left("a")
     shares.left("b")
@@ -118,7 +118,7 @@ def test_who_leads_does_not_come_back_without_its_lead() -> None:
     shares = Shares({}, 10.0)
     shares.entered("a")
     shares.entered("b")
-    shares.charge("a", 50.0)
+    shares.charge("a", 50.0, 0.0)
     shares.left("a")
     shares.entered("a")
     assert shares.eligible(["a", "b"]) == ["b"]
@@ -141,7 +141,7 @@ def test_who_had_more_than_its_share_lately_goes_after_the_others() -> None:
 
 def test_a_tenant_that_is_alone_is_never_over_its_share() -> None:
     shares = Shares({}, 10.0)
-    shares.charge("a", 1000.0)
+    shares.charge("a", 1000.0, 0.0)
     assert not shares.over("a") and not shares.over("b")
 
 
@@ -220,7 +220,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.service[gone.tenant] += charge / (2.0 if gone.tenant == "x" else 1.0)
         if charge:
             self.lately[gone.tenant] += int(charge)
-        self.shares.charge(gone.tenant, charge)
+        self.shares.charge(gone.tenant, charge, 0.0)
 
     def over(self, tenant: str) -> bool:
         weights = {name: 2.0 if name == "x" else 1.0 for name in TENANTS}
@@ -250,8 +250,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.tokens == sum(needs)
         lengths = Counter(need.bit_length() for need in needs)
         if self.order == "depth_first":
-            assert self.queue.behind(1 << 30) == 0 and self.queue.ahead(1 << 30) == sum(needs)
-            assert self.queue.behind(0) == len(needs) - lengths[0] / 2
+            assert self.queue.around(1 << 30) == (sum(needs), 0)
+            assert self.queue.around(0)[1] == len(needs) - lengths[0] / 2
         for below in self.queue._below.values():
             assert below
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from bench.fleet import simulation
 from bench.fleet.fairness import (
     DOCUMENTS,
     HEAVY,
@@ -18,7 +17,6 @@ from bench.fleet.fairness import (
 )
 from bench.fleet.report import jain
 from bench.fleet.simulation import Served
-from router.schedule.scheduler import FleetScheduler
 from router.schedule.shares import Shares
 
 
@@ -36,15 +34,8 @@ def test_light_tenants_notice_a_heavy_one_much_less_than_without_the_rule(
     assert found.light_p99 < fairness(crowd).light_p99 / 2
 
 
-def test_of_tenants_that_all_ask_for_more_each_gets_what_its_weight_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_tenants_that_all_ask_for_more_each_gets_what_its_weight_says() -> None:
     weights = {"light1": 2.0, HEAVY: 4.0}
-
-    def weighed(index: object, policy: object, rules: object, _: object) -> FleetScheduler:
-        return FleetScheduler(index, policy, rules, weights)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(simulation, "FleetScheduler", weighed)
     crowd = Crowd(DOCUMENTS, 8.0, light=2, heavier=1.0, seconds=50.0, replicas=1, weights=weights)
     they = play(crowd, True)
     assert jain(list(shares(they, weights, 5.0, 50.0).values())) >= JAIN

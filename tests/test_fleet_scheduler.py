@@ -283,7 +283,7 @@ def test_what_was_generated_is_charged_twice_once() -> None:
 def test_a_tenant_over_its_share_leaves_room_and_the_others_pass_it_at_the_replica() -> None:
     world = World()
     for tenant, tokens in (("heavy", 500.0), ("light", 10.0)):
-        world.scheduler._shares.charge(tenant, tokens)
+        world.scheduler._shares.charge(tenant, tokens, 0.0)
     world.arrive(job(0, *range(3), tenant="heavy"))
     heavy = job(1, *range(10, 14), tenant="heavy")
     assert world.arrive(heavy) == []  # 49 tokens are a quarter of the window

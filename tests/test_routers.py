@@ -2,22 +2,17 @@
 
 import pytest
 
-from bench.fleet.load import Load, load
+from bench.fleet.load import Load, load, no_renderer
 from bench.fleet.routers import HIT, Routers, missed, routers
 from hotbranch.settings import SimulateSettings
 from replicas.simulated.profile import DEFAULT, Profile
-from router.prompt.render import Renderer
 
 H100 = Profile.load(DEFAULT)
 
 
-def no_model() -> Renderer:
-    raise AssertionError("no model is needed")
-
-
 def shape(name: str, requests: int) -> Load:
     settings = SimulateSettings(trace=f"shape:{name}", requests=requests)
-    return load(settings, no_model, H100.kv_tokens)
+    return load(settings, no_renderer, H100.kv_tokens)
 
 
 @pytest.mark.parametrize("name", ["chat", "agents"])

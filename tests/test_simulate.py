@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.fleet import main, plot
-from bench.fleet.load import Load, load
+from bench.fleet.load import Load, load, no_renderer
 from bench.fleet.report import Report, jain, objective, percentile, report, unloaded
 from bench.fleet.simulation import Fleet, Served, Simulation
 from hotbranch import cli
@@ -25,17 +25,12 @@ from replicas.engine import Namespace, Request, Sampling
 from replicas.radix.scheduler import Limits
 from replicas.simulated.profile import DEFAULT, Profile
 from replicas.simulated.virtual import VirtualReplica
-from router.prompt.render import Renderer
 from router.schedule.policies import POLICIES, policy
 from router.schedule.scheduler import Rules
 
 H100 = Profile.load(DEFAULT)
 TIGHT = H100.model_copy(update={"kv_tokens": 12_000, "chunk_tokens": 1024})
 ROOT = Path(__file__).parent.parent
-
-
-def no_model() -> Renderer:
-    raise AssertionError("no model is needed")
 
 
 def settings(**more: object) -> SimulateSettings:
@@ -45,7 +40,7 @@ def settings(**more: object) -> SimulateSettings:
 
 def simulated(name: str, profile: Profile = H100, **more: object) -> tuple[Load, list[Served]]:
     given = settings(**more)
-    played = load(given, no_model, profile.kv_tokens)
+    played = load(given, no_renderer, profile.kv_tokens)
     fleet = Fleet(given.replicas, profile, played.block_size, "longest_prefix", Rules())
     counted: list[None] = []
     simulation = Simulation(fleet, partial(policy, name, 0))
@@ -77,7 +72,7 @@ def test_every_request_ends_once_with_all_its_tokens(name: str) -> None:
 def test_the_same_seed_gives_the_same_result_and_another_one_another() -> None:
     def outcome(**more: object) -> Report:
         given = settings(**more)
-        played = load(given, no_model, H100.kv_tokens)
+        played = load(given, no_renderer, H100.kv_tokens)
         return main.simulate(given, H100, played, "power_of_two").report
 
     assert outcome() == outcome() != outcome(seed=1)
@@ -90,7 +85,7 @@ def test_seed_and_speed_reach_a_recorded_trace(tmp_path: Path) -> None:
 
     def outcome(**more: object) -> Report:
         given = settings(trace=str(trace), **more)
-        played = load(given, no_model, H100.kv_tokens)
+        played = load(given, no_renderer, H100.kv_tokens)
         return main.simulate(given, H100, played, "power_of_two").report
 
     assert outcome() == outcome() != outcome(seed=1)

@@ -4,12 +4,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.fleet import scheduling, sweep
 from bench.fleet.fairness import DOCUMENTS, Crowd
-from bench.fleet.load import load
+from bench.fleet.load import load, no_renderer
 from bench.fleet.sweep import Point
 from hotbranch.settings import SimulateSettings
 from replicas.simulated.profile import DEFAULT, Profile
@@ -20,7 +21,7 @@ TRACES = Path(os.environ.get("TRACES", Path(__file__).parents[2] / "shared/trace
 
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, dict[str, object], str]:
+) -> tuple[int, dict[str, Any], str]:
     monkeypatch.setattr(sys, "argv", ["bench fleet", "--jobs", "1", *arguments])
     monkeypatch.setattr(
         sweep, "QUICK", [Point("rag", "shape:rag", requests=60), Point("far", "far.jsonl")]
@@ -42,7 +43,7 @@ def test_every_policy_has_its_figures_and_what_is_there_is_not_done_again(
     assert status == (1 if result["missed"] else 0)
     assert json.loads(file.read_text()) == result
     assert "far: left out" in err and "rag\n" in err
-    assert set(result["fairness"]) == {"few"}  # type: ignore[call-overload]
+    assert set(result["fairness"]) == {"few"}
     workloads = result["workloads"]
     assert isinstance(workloads, dict) and set(workloads) == {"rag"}
     assert set(workloads["rag"]) == set(POLICIES)
@@ -72,7 +73,7 @@ def test_every_workload_can_be_loaded(point: Point) -> None:
         pytest.skip(f"no {point.trace} under {TRACES}")
     profile = Profile.load(DEFAULT)
     settings = SimulateSettings(trace=trace, requests=20)
-    assert len(load(settings, sweep._no_renderer, profile.kv_tokens).ideal) == 20
+    assert len(load(settings, no_renderer, profile.kv_tokens).ideal) == 20
 
 
 def test_a_workload_that_is_not_there_is_named(

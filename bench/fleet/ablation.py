@@ -15,14 +15,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.fleet.load import load
+from bench.fleet.load import load, no_renderer
 from bench.fleet.main import WIDTH, simulate
 from bench.fleet.report import Report
 from bench.fleet.traces import TraceError
 from hotbranch.settings import SimulateSettings
 from replicas.simulated.profile import DEFAULT, Profile
 from router.fleet import outstanding
-from router.prompt.render import Renderer
 from router.schedule import scheduler, shares
 from router.schedule.policies import hotbranch, pace
 
@@ -88,7 +87,7 @@ def _ablated(given: Mapping[str, Any], profile: Profile) -> Iterator[tuple[str, 
     for rule, without in RULES.items():
         settings = SimulateSettings.model_validate({**given, **without.settings})
         with _changed(without):
-            played = load(settings, _no_renderer, profile.kv_tokens)
+            played = load(settings, no_renderer, profile.kv_tokens)
             yield rule, _figures(simulate(settings, profile, played, "hotbranch").report)
 
 
@@ -126,7 +125,3 @@ def _table(name: str, found: Mapping[str, Mapping[str, float]]) -> Table:
             f"{one['imbalance']:.2f}",
         )
     return table
-
-
-def _no_renderer() -> Renderer:
-    raise AssertionError("no load here is an OpenAI log")

@@ -75,8 +75,9 @@ class Fairness:
     jain: float
 
 
-def fairness(crowd: Crowd, rules: Rules = Rules()) -> Fairness:  # noqa: B008 - frozen
-    alone, together = play(crowd, False, rules), play(crowd, True, rules)
+def fairness(crowd: Crowd) -> Fairness:
+    """Two simulations."""
+    alone, together = play(crowd, heavy=False), play(crowd, heavy=True)
     before, after = _p99(alone), _p99(together)
     every, light = _pooled(alone), _pooled(together)
     served = shares(together, crowd.weights, *backlog(together, crowd.seconds))
@@ -98,9 +99,11 @@ def missed(found: Mapping[str, Fairness]) -> Iterator[str]:
             yield f"fairness, {name}: Jain's index {fair.jain:.3f}"
 
 
-def play(crowd: Crowd, heavy: bool, rules: Rules = Rules()) -> list[Served]:  # noqa: B008
+def play(crowd: Crowd, heavy: bool) -> list[Served]:
+    """With the heavy tenant or without, in order of arrival."""
     profile = Profile.load(DEFAULT)
-    fleet = Fleet(crowd.replicas, profile, BLOCK, ADMISSION["hotbranch"], rules)
+    admission = ADMISSION["hotbranch"]
+    fleet = Fleet(crowd.replicas, profile, BLOCK, admission, Rules(), weights=crowd.weights)
     simulation = Simulation(fleet, Hotbranch)
     return simulation.run(crowd.arrivals(heavy), lambda: None)
 

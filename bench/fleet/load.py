@@ -61,6 +61,11 @@ def load(settings: SimulateSettings, renderer: Callable[[], Renderer], kv_tokens
     return Load(Path(settings.trace).stem, block_size, limited, ideal)
 
 
+def no_renderer() -> Renderer:
+    """For loads that are known to need no model."""
+    raise TraceError("an OpenAI log is not played here")
+
+
 def _source(
     settings: SimulateSettings, renderer: Callable[[], Renderer]
 ) -> tuple[Callable[[], Iterator[Arrival]], int]:

@@ -204,6 +204,8 @@ def _document(
         "trace": settings.trace,
         "requests": len(played.ideal),
         "replicas": settings.replicas,
+        "routers": settings.routers,
+        "report_s": settings.report_s,
         "speed": settings.speed,
         "seed": settings.seed,
         "block_size": played.block_size,

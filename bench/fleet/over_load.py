@@ -15,13 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.fleet import plot_load
-from bench.fleet.load import load
+from bench.fleet.load import load, no_renderer
 from bench.fleet.main import WIDTH, Outcome, simulate
 from bench.fleet.plot import PlotError, check
 from bench.fleet.traces import TraceError
 from hotbranch.settings import SimulateSettings
 from replicas.simulated.profile import Profile
-from router.prompt.render import Renderer
 from router.schedule.branch_queue import Order
 from router.schedule.policies import ADMISSION as ADMISSIONS
 
@@ -105,7 +104,7 @@ def _points(traces: Path | None, requests: int) -> Iterator[SimulateSettings]:
 def figures(settings: SimulateSettings, order: Order) -> Figures:
     settings = settings.model_copy(update={"order": order, "admission": ADMISSION})
     profile = Profile.load(settings.profile)
-    played = load(settings, _no_renderer, profile.kv_tokens)
+    played = load(settings, no_renderer, profile.kv_tokens)
     outcome: Outcome = simulate(settings, profile, played, POLICY)
     found, last = outcome.report, max(arrival.at for arrival in played.play())
     return Figures(
@@ -138,7 +137,3 @@ def table(found: Orders) -> Table:
                 f"{one.ttft_p99:.2f}",
             )
     return shown
-
-
-def _no_renderer() -> Renderer:
-    raise AssertionError("no load here is an OpenAI log")

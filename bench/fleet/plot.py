@@ -9,6 +9,7 @@ from bench.fleet.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette without its yellow, which is too pale for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -28,19 +29,34 @@ def check() -> None:
         raise PlotError("--plot needs matplotlib: pip install 'hotbranch[simulate]'") from None
 
 
-def plot(
-    path: Path, title: str, reports: Sequence[Report], times: Sequence[Sequence[float]]
-) -> None:
-    """`times` are the seconds to the first token by report. Raises PlotError."""
+def blank(width: float, height: float, title: str = "") -> "Figure":
+    """Sizes in inches. Raises PlotError."""
     check()
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of its fonts
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    height = max(4.2, 1.8 + 0.34 * len(reports))
-    figure = Figure(figsize=(12.5, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    if title:
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    return figure
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Raises PlotError."""
+    try:
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise PlotError(f"{path}: {error.strerror}") from None
+
+
+def plot(
+    path: Path, title: str, reports: Sequence[Report], times: Sequence[Sequence[float]]
+) -> None:
+    """`times` are the seconds to the first token by report. Raises PlotError."""
+    height = max(4.2, 1.8 + 0.34 * len(reports))
+    figure = blank(12.5, height, title)
     grid = figure.add_gridspec(1, 4, width_ratios=(2.3, 1, 1, 1))
     _distribution(figure.add_subplot(grid[0]), reports, times)
     ideal = reports[0].ideal_hit_rate
@@ -57,10 +73,7 @@ def plot(
     _bars(bars, "imbalance of prefill", reports, lambda report: report.imbalance, "{:.2f}", 1.0)
     bars.axvline(1.0, color="#555555", linewidth=1, linestyle=":")
     bars.set_xlabel("busiest replica over the mean", fontsize=8, color="#555555", loc="left")
-    try:
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        raise PlotError(f"{path}: {error.strerror}") from None
+    save(figure, path)
 
 
 def _distribution(

@@ -1,11 +1,10 @@
 """Figures over load in one picture, a line for each order. matplotlib is imported only to draw."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.fleet.plot import COLOURS, PlotError, check
+from bench.fleet.plot import COLOURS, blank, save
 from router.schedule.branch_queue import Order
 
 if TYPE_CHECKING:
@@ -23,14 +22,7 @@ PANELS: Sequence[Panel] = (
 
 def plot(path: Path, title: str, found: Mapping[Order, Sequence["Figures"]]) -> None:
     """Raises PlotError."""
-    check()
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of its fonts
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure = blank(14, 4, title)
     axes = figure.subplots(1, len(PANELS) + 1)
     for panel, (name, value) in zip(axes, PANELS, strict=False):
         _lines(panel, found, value, "-", labels=panel is axes[0])
@@ -42,10 +34,7 @@ def plot(path: Path, title: str, found: Mapping[Order, Sequence["Figures"]]) -> 
     axes[-1].yaxis.set_major_formatter("{x:g}")
     _dress(axes[-1], "first token, s (dashed: p99)")
     axes[0].legend(fontsize=8, frameon=False, loc="best")
-    try:
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        raise PlotError(f"{path}: {error.strerror}") from None
+    save(figure, path)
 
 
 def _lines(

@@ -1,10 +1,13 @@
 """All policies under all loads in one picture. matplotlib is imported only to draw."""
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bench.fleet.plot import PlotError, check
+from bench.fleet.plot import blank, save
+
+if TYPE_CHECKING:
+    from matplotlib.colors import Normalize
 
 Metrics = Mapping[str, float]
 Found = Mapping[str, Mapping[str, Metrics]]  # by load, by policy
@@ -13,14 +16,8 @@ WORST = 4.0  # times ours, where the colours end
 
 def plot(path: Path, ours: str, found: Found) -> None:
     """Mean and p99 TTFT over ours, and goodput, a row for each load. Raises PlotError."""
-    check()
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it tells of its fonts
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     policies = list(next(iter(found.values())))
-    figure = Figure(figsize=(19, 1.8 + 0.3 * len(found)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank(19, 1.8 + 0.3 * len(found))
 
     def over(metric: str) -> Callable[[Mapping[str, Metrics], str], float]:
         return lambda row, policy: row[policy][metric] / (row[ours][metric] or 1e-9)
@@ -44,13 +41,10 @@ def plot(path: Path, ours: str, found: Found) -> None:
                 text = f"{number:.2f}" if number < 10 else f"{number:.0f}"
                 colour = "white" if dark else "black"
                 panel.text(x, y, text, ha="center", va="center", fontsize=7, color=colour)
-    try:
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        raise PlotError(f"{path}: {error.strerror}") from None
+    save(figure, path)
 
 
-def _norm(low: float, high: float) -> object:
+def _norm(low: float, high: float) -> "Normalize":
     from matplotlib.colors import LogNorm, Normalize
 
     return LogNorm(low, high) if low > 0 else Normalize(low, high)

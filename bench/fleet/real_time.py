@@ -28,7 +28,7 @@ import yaml
 
 from bench.fleet import live
 from bench.fleet.live import Answer
-from bench.fleet.load import load
+from bench.fleet.load import load, no_renderer
 from bench.fleet.processes import NotStarted, Replicas, replica_processes
 from bench.fleet.report import percentile
 from bench.fleet.simulation import Fleet, Simulation
@@ -38,7 +38,6 @@ from hotbranch.fingerprint import fingerprint
 from hotbranch.settings import SimulateSettings
 from replicas.radix.config import read_config
 from replicas.simulated.profile import DEFAULT, Profile, ProfileError
-from router.prompt.render import Renderer
 from router.schedule.policies import ADMISSION, policy
 from router.schedule.scheduler import Rules
 
@@ -125,7 +124,7 @@ def dilated(profile: Profile, factor: float) -> Profile:
 def compare(settings: SimulateSettings, profile: Profile) -> dict[str, Any]:
     """Play a load both ways. Raises TraceError, ModelError and NotStarted."""
     _, directory = resolve_model(settings.model, settings.cache_dir)
-    played = load(settings, _no_renderer, profile.kv_tokens)
+    played = load(settings, no_renderer, profile.kv_tokens)
     vocabulary = read_config(directory, 0).vocab_size
     arrivals = [spoken(arrival, vocabulary) for arrival in played.play()]
     rules = Rules(window=settings.window, starvation_s=settings.starvation_s)
@@ -233,10 +232,6 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _no_renderer() -> Renderer:
-    raise TraceError("an OpenAI log is played in virtual time only")
 
 
 def _ratio(real: float, virtual: float) -> dict[str, float]:

@@ -2,8 +2,8 @@
 and scheduler. Nothing is simulated but what a step takes, and the network.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -44,6 +44,7 @@ class Fleet:
     routers: int = 1
     report_s: float = 0.0
     names: Sequence[str] = ()  # of the replicas, by which policies hash
+    weights: Mapping[str, float] = field(default_factory=dict)  # of tenants
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Router:
 
     def __init__(self, fleet: Fleet, policy: Policy, limits: Limits) -> None:
         self.index = Index()
-        self.scheduler = FleetScheduler(self.index, policy, fleet.rules, {})
+        self.scheduler = FleetScheduler(self.index, policy, fleet.rules, fleet.weights)
         self.open: dict[int, Dispatch] = {}
         self.servers: list[Server] = []
         for number in range(fleet.replicas):

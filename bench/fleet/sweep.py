@@ -17,8 +17,9 @@ from typing import Any
 from bench.fleet import ablation, over_load, plot_sweep, real_time
 from bench.fleet.fairness import CROWDS, fairness
 from bench.fleet.fairness import missed as unfair
-from bench.fleet.load import load
+from bench.fleet.load import load, no_renderer
 from bench.fleet.main import Outcome, simulations
+from bench.fleet.plot import PlotError, check
 from bench.fleet.report import Report
 from bench.fleet.routers import Routers, routers
 from bench.fleet.routers import missed as scattered
@@ -28,7 +29,6 @@ from bench.fleet.texts import TAU
 from bench.fleet.traces import TraceError
 from hotbranch.settings import SimulateSettings
 from replicas.simulated.profile import DEFAULT, Profile
-from router.prompt.render import Renderer
 from router.schedule.policies import POLICIES
 
 OURS = "hotbranch"
@@ -89,81 +89,105 @@ FULL = [
 
 def main() -> int:
     """Exit status 1 where an aim was missed, 2 for a trace that cannot be read."""
-    if "--real-time" in sys.argv[1:]:
+    if "--real-time" in sys.argv[1:]:  # it has flags of its own
         return real_time.main([given for given in sys.argv[1:] if given != "--real-time"])
+    arguments = _arguments()
+    given = os.environ.get("TRACES")
+    traces = Path(given) if given else None
+    if arguments.orders:
+        return over_load.main(traces, arguments.plot)
+    if arguments.ablate:
+        return ablation.main(traces)
+    try:
+        return _sweep(arguments, traces)
+    except (TraceError, PlotError) as error:
+        print(f"python -m bench fleet: {error}", file=sys.stderr)
+        return 2
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench fleet", description=__doc__)
-    effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="ten minutes (default)")
-    effort.add_argument("--full", action="store_true", help="all workloads, whole, two profiles")
-    effort.add_argument(
-        "--real-time", action="store_true", help="the router as it runs, beside virtual time"
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--quick", action="store_true", help="ten minutes (default)")
+    mode.add_argument("--full", action="store_true", help="all workloads, whole, two profiles")
+    mode.add_argument(
+        "--real-time", action="store_true", help="instead: the router as it runs, and virtual time"
+    )
+    mode.add_argument(
+        "--orders", action="store_true", help="instead: depth first beside arrival, over load"
+    )
+    mode.add_argument(
+        "--ablate", action="store_true", help="instead: ours without one rule at a time"
     )
     parser.add_argument("--only", nargs="+", metavar="WORKLOAD", help="as the JSON names them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument(
         "--out", type=Path, metavar="FILE.json", help="write there too; what is in it is not redone"
     )
-    parser.add_argument(
-        "--orders", action="store_true", help="instead: depth first beside arrival, over load"
-    )
-    parser.add_argument(
-        "--ablate", action="store_true", help="instead: ours without one rule at a time"
-    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture of it: .png or .svg")
     arguments = parser.parse_args()
-    given = os.environ.get("TRACES")
-    traces = Path(given) if given else None
     if arguments.plot and arguments.plot.suffix not in (".png", ".svg"):
         parser.error("--plot wants a file that ends in .png or .svg")
-    if arguments.orders:
-        return over_load.main(traces, arguments.plot)
-    if arguments.ablate:
-        return ablation.main(traces)
-    points = FULL if arguments.full else QUICK
-    profiles = PROFILES if arguments.full else {"": DEFAULT}
-    names = [point.name + end for end in profiles for point in points]
+    if arguments.plot and arguments.ablate:
+        parser.error("--ablate prints tables, no picture")
+    names = [name for name, _, _ in _workloads(arguments.full)]
     if unknown := set(arguments.only or ()) - {*names}:
         parser.error(f"no workload {min(unknown)!r}: {', '.join(names)}")
+    return arguments
+
+
+def _workloads(full: bool) -> list[tuple[str, Point, str]]:
+    """By name, each with its profile."""
+    points, profiles = (FULL, PROFILES) if full else (QUICK, {"": DEFAULT})
+    return [
+        (point.name + end, point, profile) for end, profile in profiles.items() for point in points
+    ]
+
+
+def _sweep(arguments: argparse.Namespace, traces: Path | None) -> int:
+    """Raises TraceError and PlotError."""
+    if arguments.plot:
+        check()
     found: dict[str, dict[str, Metrics]] = {}
     if arguments.out and arguments.out.exists():
         found = json.loads(arguments.out.read_text(encoding="utf-8"))["workloads"]
-    for end, profile in profiles.items():
-        for point in points:
-            name = point.name + end
-            if name in found or (arguments.only and name not in arguments.only):
-                continue
-            trace = point.where(traces)
-            if trace is None:
-                print(f"{name}: left out, TRACES has no {point.trace}", file=sys.stderr)
-                continue
-            print(name, file=sys.stderr, flush=True)
-            try:
-                found[name] = dict(_point(point, trace, profile, arguments.jobs))
-            except TraceError as error:
-                print(f"python -m bench fleet: {error}", file=sys.stderr)
-                return 2
-            if arguments.out:
-                _write(arguments.out, {"workloads": found})
+    for name, point, profile in _workloads(arguments.full):
+        if name in found or (arguments.only and name not in arguments.only):
+            continue
+        trace = point.where(traces)
+        if trace is None:
+            print(f"{name}: left out, TRACES has no {point.trace}", file=sys.stderr)
+            continue
+        print(name, file=sys.stderr, flush=True)
+        found[name] = dict(_point(point, trace, profile, arguments.jobs))
+        if arguments.out:
+            _write(arguments.out, {"workloads": found})
+    result = _judged(found, traces, arguments.only)
+    if arguments.out:
+        _write(arguments.out, result)
+    if arguments.plot and found:
+        plot_sweep.plot(arguments.plot, OURS, found)
+    for line in result["missed"]:
+        print(f"missed: {line}", file=sys.stderr)
+    print(json.dumps(result))
+    return 1 if result["missed"] else 0
+
+
+def _judged(
+    found: dict[str, dict[str, Metrics]], traces: Path | None, only: list[str] | None
+) -> dict[str, Any]:
+    """With what is measured besides the workloads, unless only some of these were asked for."""
     placed_us = scheduling_us()
-    fair = {} if arguments.only else {n: fairness(crowd) for n, crowd in CROWDS.items()}
-    shared = {} if arguments.only else dict(_shared(traces))
-    missed = [*_missed(found, placed_us), *unfair(fair), *scattered(shared)]
-    result = {
+    fair = {} if only else {name: fairness(crowd) for name, crowd in CROWDS.items()}
+    shared = {} if only else dict(_shared(traces))
+    return {
         "replicas": SimulateSettings().replicas,
         "workloads": found,
         "scheduling_us_p50": placed_us,
         "fairness": {name: asdict(one) for name, one in fair.items()},
         "routers": {name: asdict(one) for name, one in shared.items()},
-        "missed": missed,
+        "missed": [*_missed(found, placed_us), *unfair(fair), *scattered(shared)],
     }
-    if arguments.out:
-        _write(arguments.out, result)
-    if arguments.plot and found:
-        plot_sweep.plot(arguments.plot, OURS, found)
-    for line in missed:
-        print(f"missed: {line}", file=sys.stderr)
-    print(json.dumps(result))
-    return 1 if missed else 0
 
 
 def _point(point: Point, trace: str, profile: str, jobs: int) -> Iterator[tuple[str, Metrics]]:
@@ -171,7 +195,7 @@ def _point(point: Point, trace: str, profile: str, jobs: int) -> Iterator[tuple[
         trace=trace, speed=point.speed, requests=point.requests, profile=profile, jobs=jobs
     )
     timing = Profile.load(profile)
-    played = load(settings, _no_renderer, timing.kv_tokens)
+    played = load(settings, no_renderer, timing.kv_tokens)
     for outcome in simulations(settings, timing, played, list(POLICIES)):
         yield outcome.report.policy, _metrics(outcome)
 
@@ -182,12 +206,8 @@ def _shared(traces: Path | None) -> Iterator[tuple[str, Routers]]:
     for point in SHARED:
         if (trace := point.where(traces)) is not None:
             settings = SimulateSettings(trace=trace, speed=point.speed, requests=point.requests)
-            played = load(settings, _no_renderer, timing.kv_tokens)
+            played = load(settings, no_renderer, timing.kv_tokens)
             yield point.name, routers(played, timing, replicas)
-
-
-def _no_renderer() -> Renderer:
-    raise AssertionError("no workload here is an OpenAI log")
 
 
 def _metrics(outcome: Outcome) -> Metrics:

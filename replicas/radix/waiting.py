@@ -15,6 +15,8 @@ REMATCHED = 16  # requests matched against the tree again in one step, at most
 
 WINDOW = 128  # requests that dfs_weight puts in order, the oldest; matching all would be too slow
 
+SAVING = ("longest_prefix", "dfs_weight")  # policies that save blocks from eviction
+
 Policy = Literal["fcfs", "longest_prefix", "least_uncached", "dfs_weight"]
 Order = tuple[int, int, int, float, int, "Work"]
 
@@ -95,10 +97,9 @@ class WaitingQueue:
 
     def refresh(self, room: bool) -> None:
         """Before a step: let the deferred compete again, and match a few others, each in turn."""
-        if room != self._room:
+        if self._policy in SAVING and room != self._room:
             self._room = room
-            if self._policy in ("longest_prefix", "dfs_weight"):
-                self._reorder()
+            self._reorder()
         deferred, self._deferred = self._deferred, []
         for work in deferred:
             if self._waits(work):
@@ -108,7 +109,7 @@ class WaitingQueue:
             id, work = next(iter(self._rota.items()))
             self._rota.move_to_end(id)
             self._rematch(work)
-        if self._policy == "dfs_weight" and not room:
+        if self._policy == "dfs_weight" and not self._room:
             self._rank()
 
     def next(self, now: float, running: Iterable[Work]) -> Work | None:
@@ -151,15 +152,17 @@ class WaitingQueue:
 
     def _preference(self, work: Work) -> int:
         """What the policy puts first is least."""
+        if self._room:
+            return 0
         match self._policy:
             case "fcfs":
                 return 0
             case "longest_prefix":
-                return 0 if self._room else -work.matched
+                return -work.matched
             case "least_uncached":
                 return len(work.sequence.tokens) - work.matched
             case "dfs_weight":
-                return 0 if self._room else work.rank
+                return work.rank
 
     def _rank(self) -> None:
         """Number the oldest requests in the order of a depth-first walk of what they match.

@@ -98,16 +98,9 @@ class BranchQueue:
         """Some of those that were filed first, and their matches."""
         return [(entry.job, entry.matched) for entry in islice(self._entries.values(), most)]
 
-    def ahead(self, uncached: int) -> int:
-        """Tokens of those that would go before a job that needs so many, nearly."""
-        return self.around(uncached)[0]
-
-    def behind(self, uncached: int) -> float:
-        """How many would go after it, nearly."""
-        return self.around(uncached)[1]
-
     def around(self, uncached: int) -> tuple[int, float]:
-        """Both at once, for this is asked of every server about every job."""
+        """Tokens of those that would go before a job that needs so many, and how many jobs would go
+        after it, both nearly."""
         if self._order == "arrival":
             return self.tokens, 0.0
         size, jobs, sizes = uncached.bit_length(), self._jobs, self._sizes

@@ -98,12 +98,14 @@ class Server:
     def first_token_s(self, uncached: int) -> float:
         """Seconds until the first token of a request that needs so much prefill, sent here now:
         what was sent before it, what waits before it, itself, and a step of the running batch."""
-        before = self.outstanding.tokens + self.queue.ahead(uncached)
-        return (before + uncached) * self.prefill_s_per_token + (self.step_s if self.busy else 0.0)
+        ahead, _ = self.queue.around(uncached)
+        return (self.outstanding.tokens + ahead + uncached) * self.prefill_s_per_token + (
+            self.step_s if self.busy else 0.0
+        )
 
     def cost_s(self, uncached: int) -> float:
-        """The same, and the seconds that it adds to those that wait here and go after it, taken
-        together."""
+        """Seconds until its first token, and those that it adds to all that wait here and go after
+        it, taken together."""
         ahead, behind = self.queue.around(uncached)
         work = self.outstanding.tokens + ahead + uncached * (1 + behind)
         return work * self.prefill_s_per_token + (self.step_s if self.busy else 0.0)

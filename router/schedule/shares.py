@@ -46,7 +46,7 @@ class Shares:
             del self._waiting[tenant]
             self._settle()
 
-    def charge(self, tenant: str, tokens: float, now: float = 0.0) -> None:
+    def charge(self, tenant: str, tokens: float, now: float) -> None:
         """The tenant was served."""
         if tenant in self._service:
             self._service[tenant] += tokens / self._weight(tenant)

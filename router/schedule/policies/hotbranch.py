@@ -8,13 +8,12 @@ from xxhash import xxh3_64_intdigest
 
 from router.fleet.holder import Holder
 from router.schedule.job import Job
-from router.schedule.policies.pace import Pace
+from router.schedule.policies.pace import RECURRING, Pace
 from router.schedule.scheduler import Placement
 from router.schedule.server import Server
 
 LITTLE = 0.25  # of a prompt: a shorter match than this is no reason to follow it
 TOLERANCE = 0.2  # of a cost, and of the price of the prompt: what it may cost more to meet others
-RECURRING = 0.05  # of what prompts ask for is found somewhere: then they do meet others
 HEAVIEST = 1 << 64  # no digest is so large
 CROWD = 4.0  # steps that a request costs each one that runs beside it
 
@@ -94,12 +93,11 @@ class Hotbranch:
 
 def _rendezvous(job: Job, servers: Sequence[Server], shared: int) -> tuple[int, int]:
     """The two of two or more that weigh least for the first block that nobody has."""
-    blocks = {size: shared // size for size in job.keys}
-    seeds = {
-        size: keys[blocks[size]] if blocks[size] < len(keys) else job.seed
+    firsts = {
+        size: keys[shared // size] if shared // size < len(keys) else job.seed
         for size, keys in job.keys.items()
     }
-    weights = [_weight(server, seeds[server.block_size]) for server in servers]
+    weights = [_weight(server, firsts[server.block_size]) for server in servers]
     home = weights.index(min(weights))
     weights[home] = HEAVIEST
     return home, weights.index(min(weights))

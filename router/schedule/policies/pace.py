@@ -10,6 +10,7 @@ LOOK_S = 0.01  # between two looks at the servers
 LEAST, DEAREST = 0.5, 5.0  # an idle fleet, too, keeps the siblings of a burst together
 FACTOR = 2.0  # of the queueing formula: measured best
 FULL = 0.97  # of its time that a fleet is taken to work, at most
+RECURRING = 0.05  # of what prompts ask for is found somewhere: then they do recur
 RECENT = 0.01  # weight of the last prompt, or look, among those before
 
 
@@ -24,7 +25,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.price, self.step_s = LEAST, 0.0
-        self.found = 0.05  # that prompts recur is assumed until they do not
+        self.found = RECURRING  # assumed until they do not
         self._jobs = self._work_s = 0.0
         self._at = 0.0
         self._looked_at = -inf
