@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -94,7 +94,11 @@ def arguments() -> argparse.Namespace:
         "--quick", dest="effort", action="store_const", const=QUICK, help="ten minutes (default)"
     )
     effort.add_argument(
-        "--full", dest="effort", action="store_const", const=FULL, help="unscaled, many rounds"
+        "--full",
+        dest="effort",
+        action="store_const",
+        const=FULL,
+        help="unscaled, every policy: hours",
     )
     parser.set_defaults(effort=QUICK)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -152,12 +156,12 @@ def say(line: str) -> None:
     print(f"[{time.perf_counter() - BEGAN:5.0f} s] {line}", flush=True)
 
 
-def measure(bench: Bench, names: Iterable[str], model: dict[str, float]) -> list[str]:
-    """Fill the results; the bounds that are not kept, and the points that no time was left for."""
-    missed = []
+def measure(bench: Bench, names: Iterable[str], model: dict[str, float]) -> Iterator[list[str]]:
+    """Fill the results, and after each point: its bounds that are not kept, or that no time was
+    left for it."""
     for name in names:
         if time.perf_counter() - BEGAN > bench.effort.seconds:
-            missed.append(f"{name}: not measured, the time was over")
+            yield [f"{name}: not measured, the time was over"]
             continue
         how, bounds = points()[name]
         say(name)
@@ -168,8 +172,20 @@ def measure(bench: Bench, names: Iterable[str], model: dict[str, float]) -> list
             point |= {"model": model[name], "ratio": point["ours"] / model[name]}
         bench.results[name] = point
         say("  " + json.dumps(rounded(point)))
-        missed += [f"{name}: {bound}" for bound in bounds if bound.broken(point)]
-    return missed
+        yield [f"{name}: {bound}" for bound in bounds if bound.broken(point)]
+
+
+def report(bench: Bench, device: str, missed: list[str]) -> dict[str, Any]:
+    return {
+        "device": device,
+        "threads": THREADS,
+        "text_lengths_divided_by": bench.effort.divisor,
+        "rounds": bench.effort.rounds,
+        "engine": bench.ours.facts,
+        "vllm": bench.vllm.facts if bench.vllm else None,
+        "points": rounded(bench.results),
+        "missed": [] if device == "cuda" else missed,
+    }
 
 
 def rounded(value: Any) -> Any:
@@ -198,20 +214,14 @@ def main() -> int:
         bench = Bench(ours, vllm, effort, say)
         say("warming up")
         bench.warm_up()
-        missed = measure(bench, options.only or points(), h100() if cuda else {})
-    report = {
-        "device": options.device,
-        "threads": THREADS,
-        "text_lengths_divided_by": effort.divisor,
-        "rounds": effort.rounds,
-        "engine": ours.facts,
-        "vllm": vllm.facts if vllm else None,
-        "points": rounded(bench.results),
-        "missed": [] if cuda else missed,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    for bound in report["missed"]:
+        missed: list[str] = []
+        result = report(bench, options.device, missed)
+        for broken in measure(bench, options.only or points(), h100() if cuda else {}):
+            missed += broken
+            result = report(bench, options.device, missed)
+            if options.out:  # a long run that is cut short keeps what it has
+                options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for bound in result["missed"]:
         print(f"missed: {bound}", file=sys.stderr, flush=True)
-    print(json.dumps(report), flush=True)
+    print(json.dumps(result), flush=True)
     return 0

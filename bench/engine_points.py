@@ -45,6 +45,7 @@ class Effort:
 
     rounds: int
     loads: int  # rounds of a workload
+    rag: int  # rounds of the RAG load
     divisor: int
     requests: int  # a group, where a hit rate does not ask for more
     conversations: int
@@ -52,8 +53,12 @@ class Effort:
     seconds: float  # after which no further point is begun
 
 
-QUICK = Effort(3, loads=2, divisor=4, requests=6, conversations=24, everything=False, seconds=540)
-FULL = Effort(7, loads=3, divisor=1, requests=24, conversations=48, everything=True, seconds=inf)
+QUICK = Effort(
+    3, loads=2, rag=3, divisor=4, requests=6, conversations=24, everything=False, seconds=540
+)
+FULL = Effort(
+    7, loads=2, rag=2, divisor=1, requests=24, conversations=24, everything=True, seconds=inf
+)
 
 
 @dataclass(slots=True)
@@ -129,7 +134,7 @@ class Bench:
                 "ample": lambda: self._play(self.ours, ample),
             }
             | self._peer(load),
-            max(3, self.effort.loads),
+            self.effort.rag,
         )
         speedup = best["off"]["seconds"] / best["ours"]["seconds"]
         limit = best["off"]["seconds"] / best["limit"]["seconds"]
