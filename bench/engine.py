@@ -183,6 +183,7 @@ def report(bench: Bench, device: str, missed: list[str]) -> dict[str, Any]:
         "rounds": bench.effort.rounds,
         "engine": bench.ours.facts,
         "vllm": bench.vllm.facts if bench.vllm else None,
+        "gemm_floor_ratio": rounded(bench.results.get("gemm_floor", {}).get("ratio")),
         "points": rounded(bench.results),
         "missed": [] if device == "cuda" else missed,
     }
