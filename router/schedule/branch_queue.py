@@ -28,6 +28,32 @@ class _Entry:
     waits: bool = True
 
 
+class _Sizes:
+    """Jobs by how much they need, in powers of two, summed up: read far more often than changed.
+
+    `ahead` are the tokens of those that need less than a job of that size and half of those that
+    need about as much, `behind` the number of the others.
+    """
+
+    def __init__(self) -> None:
+        self.jobs, self.tokens = [0] * SIZES, [0] * SIZES
+        self.ahead, self.behind = [0.0] * SIZES, [0.0] * SIZES
+        self.total = 0
+
+    def count(self, size: int, jobs: int, tokens: int) -> None:
+        """Jobs of that size more, or less."""
+        self.jobs[size] += jobs
+        self.tokens[size] += tokens
+        self.total += tokens
+        ahead, behind = self.ahead, self.behind
+        for other in range(size):
+            behind[other] += jobs
+        behind[size] += jobs / 2
+        ahead[size] += tokens / 2
+        for other in range(size + 1, SIZES):
+            ahead[other] += tokens
+
+
 class BranchQueue:
     """Of a server with blocks of `block_size` tokens. Pure.
 
@@ -43,7 +69,8 @@ class BranchQueue:
         self._heaps: dict[str, list[Any]] = {}  # by tenant
         self._oldest: list[Any] = []
         self._below: dict[int, dict[int, _Entry]] = {}  # first block that is not there -> by job
-        self._jobs, self._sizes = [0] * SIZES, [0] * SIZES  # of those that need about so much
+        self._within, self._over = _Sizes(), _Sizes()  # of tenants within their share, and over it
+        self._sizes: dict[str, tuple[_Sizes, bool]] = {}  # by tenant; whether it counts as over
         self._serial = count()
 
     def __len__(self) -> int:
@@ -61,6 +88,8 @@ class BranchQueue:
         entry = _Entry(job, matched, job.tokens - matched * self._block_size)
         self._entries[job.id] = entry
         self.tokens += entry.uncached
+        if job.tenant not in self._sizes:
+            self._sizes[job.tenant] = _Sizes(), self._shares.over(job.tenant)
         self._count(entry, 1)
         if (key := self._missing(entry)) is not None:
             self._below.setdefault(key, {})[job.id] = entry
@@ -79,14 +108,17 @@ class BranchQueue:
         oldest = _head(self._oldest)
         if oldest is None:
             self._heaps.clear()
+            self._sizes.clear()
             return None
         if oldest.job.arrived < overdue_since:
             return oldest.job, oldest.matched
-        heads = {tenant: _head(heap) for tenant, heap in self._heaps.items()}
-        for tenant, head in heads.items():
-            if head is None:
-                del self._heaps[tenant]
-        waiting = [tenant for tenant, head in heads.items() if head]
+        waiting: dict[str, bool] = {}
+        for tenant, heap in list(self._heaps.items()):
+            if _head(heap) is None:
+                del self._heaps[tenant], self._sizes[tenant]
+            else:
+                waiting[tenant] = over = self._shares.over(tenant)
+                self._judge(tenant, over)
         entry = min(self._heaps[tenant][0] for tenant in self._shares.eligible(waiting))[-1]
         return entry.job, entry.matched
 
@@ -98,13 +130,19 @@ class BranchQueue:
         """Some of those that were filed first, and their matches."""
         return [(entry.job, entry.matched) for entry in islice(self._entries.values(), most)]
 
-    def around(self, uncached: int) -> tuple[int, float]:
+    def over(self, tenant: str) -> bool:
+        """As of the shares that the queue was given."""
+        return self._shares.over(tenant)
+
+    def around(self, uncached: int, over: bool = False) -> tuple[float, float]:
         """Tokens of those that would go before a job that needs so many, and how many jobs would go
-        after it, both nearly."""
+        after it, both nearly. One of a tenant that is `over` its share goes after all that are
+        within theirs, who do not mind what they delay it."""
         if self._order == "arrival":
             return self.tokens, 0.0
-        size, jobs, sizes = uncached.bit_length(), self._jobs, self._sizes
-        return sum(sizes[:size]) + sizes[size] // 2, sum(jobs[size + 1 :]) + jobs[size] / 2
+        size, sizes = uncached.bit_length(), self._over if over else self._within
+        ahead = sizes.ahead[size]
+        return (ahead + self._within.total if over else ahead), sizes.behind[size]
 
     def _rank(self, entry: _Entry) -> tuple[int, int, int]:
         """What goes first is least. Of equal work that with the deeper match, then the older."""
@@ -129,9 +167,22 @@ class BranchQueue:
                 del self._below[key]
 
     def _count(self, entry: _Entry, more: int) -> None:
-        size = entry.uncached.bit_length()
-        self._jobs[size] += more
-        self._sizes[size] += more * entry.uncached
+        sizes, over = self._sizes[entry.job.tenant]
+        size, tokens = entry.uncached.bit_length(), more * entry.uncached
+        sizes.count(size, more, tokens)
+        (self._over if over else self._within).count(size, more, tokens)
+
+    def _judge(self, tenant: str, over: bool) -> None:
+        """Count what waits of a tenant where it belongs now."""
+        sizes, before = self._sizes[tenant]
+        if over == before:
+            return
+        self._sizes[tenant] = sizes, over
+        gains, loses = (self._over, self._within) if over else (self._within, self._over)
+        for size, (jobs, tokens) in enumerate(zip(sizes.jobs, sizes.tokens, strict=True)):
+            if jobs:
+                gains.count(size, jobs, tokens)
+                loses.count(size, -jobs, -tokens)
 
 
 def _head(heap: list[Any]) -> _Entry | None:

@@ -161,9 +161,10 @@ class FleetScheduler:
 
     def _soonest(self, job: Job, matched: Mapping[Holder, int]) -> float:
         """Seconds to its first token on the server that would have it first."""
+        over = self._shares.over(job.tenant)
         return min(
             (
-                server.first_token_s(job.tokens - matched.get(holder, 0) * server.block_size)
+                server.first_token_s(job.tokens - matched.get(holder, 0) * server.block_size, over)
                 for holder, server in self.servers.items()
                 if server.takes(job)
             ),
@@ -340,7 +341,8 @@ class FleetScheduler:
             here = job.tokens - blocks * victim.block_size
             there = job.tokens - self._matched(job).get(thief.holder, 0) * thief.block_size
             again = max(0, there - here) * thief.prefill_s_per_token
-            gain = victim.first_token_s(here) - thief.first_token_s(there) - again
+            over = self._shares.over(job.tenant)
+            gain = victim.first_token_s(here, over) - thief.first_token_s(there, over) - again
             if gain > most:
                 best, most = job, gain
         return best
