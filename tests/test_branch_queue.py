@@ -213,8 +213,8 @@ class QueueMachine(RuleBasedStateMachine):
         within, over = (
             [n for one, n in self.needs() if self.over(one) == is_over] for is_over in (False, True)
         )
-        assert self.queue.around(1 << 30) == (sum(within), 0)
-        assert self.queue.around(0) == (0, len(within))
+        assert self.queue.around(1 << 30, over=False) == (sum(within), 0)
+        assert self.queue.around(0, over=False) == (0, len(within))
         assert self.queue.around(0, over=True) == (sum(within), len(over))
 
     def needs(self) -> list[tuple[str, int]]:
@@ -269,6 +269,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.tokens == sum(needs)
         if self.order == "depth_first":
             assert self.queue.around(1 << 30, over=True) == (sum(needs), 0)
+            assert self.queue.around(1 << 30) == (sum(needs), 0)
+            assert self.queue.around(0) == (0, len(needs))
         for below in self.queue._below.values():
             assert below
 

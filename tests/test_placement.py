@@ -249,20 +249,8 @@ def test_what_waits_of_a_tenant_over_its_share_is_not_before_the_others() -> Non
         world.scheduler.arrive(job(11, *long, tenant="heavy", deadline=3.0), 0.0)
     world.scheduler.arrive(job(12, *long, tenant="light", deadline=3.0), 0.0)
     (server,) = world.scheduler.servers.values()
-    assert server.first_token_s(1281) == pytest.approx(0.641 + 1.281 / 2 + 1.281)
+    assert server.first_token_s(1281, over=False) == pytest.approx(0.641 + 1.281 / 2 + 1.281)
     assert server.first_token_s(1281, over=True) == pytest.approx(0.641 * 10 + 1.281 * 2)
-
-
-def test_a_backlog_of_a_tenant_over_its_share_keeps_only_its_own_away() -> None:
-    world = World("a", "b", window=1.0)
-    world.place(job(0, 0, tenant="light"))
-    for id in range(1, 11):
-        elsewhere = frozenset({"b"})
-        world.scheduler.arrive(job(id, id, *range(39), tenant="heavy", avoids=elsewhere), 0.0)
-    world.told("b", Told(outstanding_tokens=3000))
-    for id, tenant, name in ((11, "heavy", "b"), (12, "light", "a")):
-        world.scheduler.arrive(job(id, id, *range(100, 179), tenant=tenant), 0.0)
-        assert world.scheduler.waiting[id].holder == Holder(name)
 
 
 @given(

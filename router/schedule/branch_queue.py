@@ -130,19 +130,19 @@ class BranchQueue:
         """Some of those that were filed first, and their matches."""
         return [(entry.job, entry.matched) for entry in islice(self._entries.values(), most)]
 
-    def over(self, tenant: str) -> bool:
-        """As of the shares that the queue was given."""
-        return self._shares.over(tenant)
-
-    def around(self, uncached: int, over: bool = False) -> tuple[float, float]:
+    def around(self, uncached: int, over: bool | None = None) -> tuple[float, float]:
         """Tokens of those that would go before a job that needs so many, and how many jobs would go
-        after it, both nearly. One of a tenant that is `over` its share goes after all that are
-        within theirs, who do not mind what they delay it."""
+        after it, both nearly. Where it is said whether its tenant is `over` its share: such a one
+        goes after all that are within theirs, and these before it. Else by size alone."""
         if self._order == "arrival":
             return self.tokens, 0.0
-        size, sizes = uncached.bit_length(), self._over if over else self._within
-        ahead = sizes.ahead[size]
-        return (ahead + self._within.total if over else ahead), sizes.behind[size]
+        size, within, beyond = uncached.bit_length(), self._within, self._over
+        if over is None:
+            ahead = within.ahead[size] + beyond.ahead[size]
+            return ahead, within.behind[size] + beyond.behind[size]
+        if over:
+            return within.total + beyond.ahead[size], beyond.behind[size]
+        return within.ahead[size], within.behind[size]
 
     def _rank(self, entry: _Entry) -> tuple[int, int, int]:
         """What goes first is least. Of equal work that with the deeper match, then the older."""

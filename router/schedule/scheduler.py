@@ -341,8 +341,7 @@ class FleetScheduler:
             here = job.tokens - blocks * victim.block_size
             there = job.tokens - self._matched(job).get(thief.holder, 0) * thief.block_size
             again = max(0, there - here) * thief.prefill_s_per_token
-            over = self._shares.over(job.tenant)
-            gain = victim.first_token_s(here, over) - thief.first_token_s(there, over) - again
+            gain = victim.first_token_s(here) - thief.first_token_s(there) - again
             if gain > most:
                 best, most = job, gain
         return best

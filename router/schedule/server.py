@@ -95,18 +95,18 @@ class Server:
         """Seconds of prefill that were sent here, or wait."""
         return (self.outstanding.tokens + self.queue.tokens) * self.prefill_s_per_token
 
-    def first_token_s(self, uncached: int, over: bool = False) -> float:
+    def first_token_s(self, uncached: int, over: bool | None = None) -> float:
         """Seconds until the first token of a request that needs so much prefill, sent here now:
         what was sent before it, what waits before it, itself, and a step of the running batch.
-        `over`: its tenant is over its share."""
+        `over`: whether its tenant is over its share, where that counts."""
         ahead, _ = self.queue.around(uncached, over)
         return (self.outstanding.tokens + ahead + uncached) * self.prefill_s_per_token + (
             self.step_s if self.busy else 0.0
         )
 
-    def cost_s(self, uncached: int, over: bool = False) -> float:
+    def cost_s(self, uncached: int) -> float:
         """Seconds until its first token, and those that it adds to all that wait here and go after
         it, taken together."""
-        ahead, behind = self.queue.around(uncached, over)
+        ahead, behind = self.queue.around(uncached)
         work = self.outstanding.tokens + ahead + uncached * (1 + behind)
         return work * self.prefill_s_per_token + (self.step_s if self.busy else 0.0)

@@ -50,9 +50,8 @@ class Hotbranch:
         if len(servers) == 1:
             return 0, "only"
         price, crowd = self.pace.price, CROWD * self.pace.step_s
-        over = servers[0].queue.over(job.tenant)
         costs = [
-            server.cost_s(job.tokens - depth, over) + crowd * server.requests
+            server.cost_s(job.tokens - depth) + crowd * server.requests
             for server, depth in zip(servers, depths, strict=True)
         ]
         longest = max(depths)
