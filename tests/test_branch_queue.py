@@ -100,19 +100,15 @@ def test_a_tenant_that_leads_by_more_than_the_quantum_waits_for_the_others() -> 
     assert waiting.next(-1.0)[0].tenant == "paid"  # type: ignore[index]
 
 
-def _eligible(shares: Shares, *tenants: str) -> list[str]:
-    return shares.eligible({tenant: shares.over(tenant) for tenant in tenants})
-
-
 def test_who_waited_for_nothing_has_earned_nothing() -> None:
     shares = Shares({}, 10.0)
     shares.entered("a")
     shares.charge("a", 1000.0, 0.0)
     shares.entered("b")  # as if it had been served as much
     shares.charge("b", 5.0, 200.0)  # what a had is long ago
-    assert _eligible(shares, "a", "b") == ["a", "b"]
+    assert shares.eligible(["a", "b"]) == ["a", "b"]
     shares.charge("b", 6.0, 0.0)
-    assert _eligible(shares, "a", "b") == ["a"]
+    assert shares.eligible(["a", "b"]) == ["a"]
     shares.left("a")
     shares.left("b")
     assert not shares._service
@@ -125,7 +121,7 @@ def test_who_leads_does_not_come_back_without_its_lead() -> None:
     shares.charge("a", 50.0, 0.0)
     shares.left("a")
     shares.entered("a")
-    assert _eligible(shares, "a", "b") == ["b"]
+    assert shares.eligible(["a", "b"]) == ["b"]
 
 
 def test_who_had_more_than_its_share_lately_goes_after_the_others() -> None:
@@ -135,8 +131,8 @@ def test_who_had_more_than_its_share_lately_goes_after_the_others() -> None:
         shares.charge(tenant, tokens, 5.0)
     shares.entered("light")
     assert [name for name in ("heavy", "paid", "light") if shares.over(name)] == ["heavy"]
-    assert _eligible(shares, "heavy", "light") == ["light"]
-    assert _eligible(shares, "heavy") == ["heavy"]
+    assert shares.eligible(["heavy", "light"]) == ["light"]
+    assert shares.eligible(["heavy"]) == ["heavy"]
     shares.charge("paid", 1000.0, 5.0)  # 400 by its weight
     assert shares.over("heavy") and not shares.over("paid")
     shares.charge("light", 100.0, 5.0 + 20 * HALF_S)
@@ -165,6 +161,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.waiting: dict[int, tuple[Job, int]] = {}
         self.service: dict[str, float] = {}
         self.lately: Counter[str] = Counter()
+        self.were_over: dict[int, bool] = {}  # job -> when it was filed
         self.now, self.ids = 0.0, 0
 
     def floor(self) -> float:
@@ -187,14 +184,17 @@ class QueueMachine(RuleBasedStateMachine):
         if all(known.tenant != tenant for known, _ in self.waiting.values()):
             self.service[tenant] = max(self.service.get(tenant, self.floor()), self.floor())
         self.waiting[new.id] = new, min(matched, len(path))
+        self.were_over[new.id] = self.over(tenant)
         self.queue.file(new, min(matched, len(path)))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), matched=st.integers(0, 4))
     def match(self, data: st.DataObject, matched: int) -> None:
         id = data.draw(st.sampled_from(sorted(self.waiting)))
-        known, _ = self.waiting[id]
+        known, before = self.waiting[id]
         self.waiting[id] = known, min(matched, len(known.keys[SIZE]))
+        if self.waiting[id][1] != before:
+            self.were_over[id] = self.over(known.tenant)
         self.queue.file(*self.waiting[id])
 
     @precondition(lambda self: self.waiting)
@@ -203,22 +203,7 @@ class QueueMachine(RuleBasedStateMachine):
         head = self.queue.next(self.now - bound)
         assert head is not None
         assert head == self.wanted(self.now - bound)
-        oldest = min(job.arrived for job, _ in self.waiting.values())
-        if self.order == "depth_first" and oldest >= self.now - bound:
-            self.check_around()
         self._leave(head[0], charge)
-
-    def check_around(self) -> None:
-        """Those over their share count for those over theirs."""
-        within, over = (
-            [n for one, n in self.needs() if self.over(one) == is_over] for is_over in (False, True)
-        )
-        assert self.queue.around(1 << 30, over=False) == (sum(within), 0)
-        assert self.queue.around(0, over=False) == (0, len(within))
-        assert self.queue.around(0, over=True) == (sum(within), len(over))
-
-    def needs(self) -> list[tuple[str, int]]:
-        return [(job.tenant, job.tokens - n * SIZE) for job, n in self.waiting.values()]
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -264,13 +249,18 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def sums_agree(self) -> None:
-        needs = [need for _, need in self.needs()]
+        uncached = {id: job.tokens - n * SIZE for id, (job, n) in self.waiting.items()}
+        needs = list(uncached.values())
+        within = sum(need for id, need in uncached.items() if not self.were_over[id])
         assert len(self.queue) == len(needs)
         assert self.queue.tokens == sum(needs)
         if self.order == "depth_first":
-            assert self.queue.around(1 << 30, over=True) == (sum(needs), 0)
             assert self.queue.around(1 << 30) == (sum(needs), 0)
             assert self.queue.around(0) == (0, len(needs))
+            assert self.queue.before(1 << 30, over=False) == within
+            assert self.queue.before(1 << 30, over=True) == sum(needs)
+            assert self.queue.before(0, over=False) == 0
+            assert self.queue.before(0, over=True) == within
         for below in self.queue._below.values():
             assert below
 
@@ -278,9 +268,9 @@ class QueueMachine(RuleBasedStateMachine):
         for gone, _ in list(self.waiting.values()):
             self.queue.remove(gone)
         assert not self.queue._below and not self.shares._service
-        assert not any(self.queue._within.jobs) and not any(self.queue._over.jobs)
+        for sizes in (self.queue._within, self.queue._over):
+            assert not any(sizes.ahead) and not any(sizes.behind)
         assert self.queue.next(1e9) is None and not self.queue._heaps and not self.queue._oldest
-        assert not self.queue._sizes
 
 
 QueueMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -108,11 +108,14 @@ class Setup:
         return route
 
     async def settled(self) -> None:
-        """Wait until the index equals both replicas."""
+        """Wait until the router knows what its replicas hold, and how many requests they run."""
         for replica in self.replicas:
-            await eventually(
-                lambda r=replica: self.index.held(Holder(r.address)) == held(r)  # type: ignore[misc]
-            )
+            await eventually(lambda r=replica: self._knows(r))  # type: ignore[misc]
+
+    def _knows(self, replica: Replica) -> bool:
+        told, load = self.link(replica).load, replica.engine.load()
+        known = self.index.held(Holder(replica.address)) == held(replica)
+        return known and told is not None and told.running == load.running
 
 
 @asynccontextmanager

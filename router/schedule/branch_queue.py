@@ -20,11 +20,13 @@ SIZES = 32  # powers of two that a prompt can need
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A waiting job. `matched` are the blocks that the server has, or will have by then."""
+    """A waiting job. `matched` are the blocks that the server has, or will have by then. `over`:
+    whether its tenant was over its share when it was filed."""
 
     job: Job
     matched: int
     uncached: int  # tokens
+    over: bool
     waits: bool = True
 
 
@@ -32,18 +34,15 @@ class _Sizes:
     """Jobs by how much they need, in powers of two, summed up: read far more often than changed.
 
     `ahead` are the tokens of those that need less than a job of that size and half of those that
-    need about as much, `behind` the number of the others.
+    need about as much, `behind` the number of the others. `total` are the tokens of all.
     """
 
     def __init__(self) -> None:
-        self.jobs, self.tokens = [0] * SIZES, [0] * SIZES
         self.ahead, self.behind = [0.0] * SIZES, [0.0] * SIZES
         self.total = 0
 
     def count(self, size: int, jobs: int, tokens: int) -> None:
         """Jobs of that size more, or less."""
-        self.jobs[size] += jobs
-        self.tokens[size] += tokens
         self.total += tokens
         ahead, behind = self.ahead, self.behind
         for other in range(size):
@@ -70,7 +69,6 @@ class BranchQueue:
         self._oldest: list[Any] = []
         self._below: dict[int, dict[int, _Entry]] = {}  # first block that is not there -> by job
         self._within, self._over = _Sizes(), _Sizes()  # of tenants within their share, and over it
-        self._sizes: dict[str, tuple[_Sizes, bool]] = {}  # by tenant; whether it counts as over
         self._serial = count()
 
     def __len__(self) -> int:
@@ -85,11 +83,10 @@ class BranchQueue:
             self._drop(known)
         else:
             self._shares.entered(job.tenant)
-        entry = _Entry(job, matched, job.tokens - matched * self._block_size)
+        uncached = job.tokens - matched * self._block_size
+        entry = _Entry(job, matched, uncached, self._shares.over(job.tenant))
         self._entries[job.id] = entry
         self.tokens += entry.uncached
-        if job.tenant not in self._sizes:
-            self._sizes[job.tenant] = _Sizes(), self._shares.over(job.tenant)
         self._count(entry, 1)
         if (key := self._missing(entry)) is not None:
             self._below.setdefault(key, {})[job.id] = entry
@@ -108,18 +105,12 @@ class BranchQueue:
         oldest = _head(self._oldest)
         if oldest is None:
             self._heaps.clear()
-            self._sizes.clear()
             return None
         if oldest.job.arrived < overdue_since:
             return oldest.job, oldest.matched
-        waiting: dict[str, bool] = {}
-        for tenant, heap in list(self._heaps.items()):
-            if _head(heap) is None:
-                del self._heaps[tenant], self._sizes[tenant]
-            else:
-                waiting[tenant] = over = self._shares.over(tenant)
-                self._judge(tenant, over)
-        entry = min(self._heaps[tenant][0] for tenant in self._shares.eligible(waiting))[-1]
+        for tenant in [tenant for tenant, heap in self._heaps.items() if _head(heap) is None]:
+            del self._heaps[tenant]
+        entry = min(self._heaps[tenant][0] for tenant in self._shares.eligible(self._heaps))[-1]
         return entry.job, entry.matched
 
     def below(self, key: int) -> Sequence[Job]:
@@ -130,19 +121,22 @@ class BranchQueue:
         """Some of those that were filed first, and their matches."""
         return [(entry.job, entry.matched) for entry in islice(self._entries.values(), most)]
 
-    def around(self, uncached: int, over: bool | None = None) -> tuple[float, float]:
-        """Tokens of those that would go before a job that needs so many, and how many jobs would go
-        after it, both nearly. Where it is said whether its tenant is `over` its share: such a one
-        goes after all that are within theirs, and these before it. Else by size alone."""
+    def around(self, uncached: int) -> tuple[float, float]:
+        """Beside a job that needs so many tokens: the tokens of those that need less, and how many
+        jobs need more, both nearly."""
         if self._order == "arrival":
             return self.tokens, 0.0
-        size, within, beyond = uncached.bit_length(), self._within, self._over
-        if over is None:
-            ahead = within.ahead[size] + beyond.ahead[size]
-            return ahead, within.behind[size] + beyond.behind[size]
-        if over:
-            return within.total + beyond.ahead[size], beyond.behind[size]
-        return within.ahead[size], within.behind[size]
+        size, within, over = uncached.bit_length(), self._within, self._over
+        return within.ahead[size] + over.ahead[size], within.behind[size] + over.behind[size]
+
+    def before(self, uncached: int, over: bool) -> float:
+        """Tokens of those that would go before a job that needs so many, nearly. Where its tenant
+        is `over` its share it goes after all that are within theirs, else before all that are not.
+        """
+        if self._order == "arrival":
+            return self.tokens
+        size = uncached.bit_length()
+        return self._within.total + self._over.ahead[size] if over else self._within.ahead[size]
 
     def _rank(self, entry: _Entry) -> tuple[int, int, int]:
         """What goes first is least. Of equal work that with the deeper match, then the older."""
@@ -167,22 +161,8 @@ class BranchQueue:
                 del self._below[key]
 
     def _count(self, entry: _Entry, more: int) -> None:
-        sizes, over = self._sizes[entry.job.tenant]
-        size, tokens = entry.uncached.bit_length(), more * entry.uncached
-        sizes.count(size, more, tokens)
-        (self._over if over else self._within).count(size, more, tokens)
-
-    def _judge(self, tenant: str, over: bool) -> None:
-        """Count what waits of a tenant where it belongs now."""
-        sizes, before = self._sizes[tenant]
-        if over == before:
-            return
-        self._sizes[tenant] = sizes, over
-        gains, loses = (self._over, self._within) if over else (self._within, self._over)
-        for size, (jobs, tokens) in enumerate(zip(sizes.jobs, sizes.tokens, strict=True)):
-            if jobs:
-                gains.count(size, jobs, tokens)
-                loses.count(size, -jobs, -tokens)
+        sizes = self._over if entry.over else self._within
+        sizes.count(entry.uncached.bit_length(), more, more * entry.uncached)
 
 
 def _head(heap: list[Any]) -> _Entry | None:

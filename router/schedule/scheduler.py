@@ -338,10 +338,12 @@ class FleetScheduler:
         for job, blocks in victim.queue.some(LOOKED_AT):
             if not thief.takes(job):
                 continue
+            over = self._shares.over(job.tenant)
             here = job.tokens - blocks * victim.block_size
             there = job.tokens - self._matched(job).get(thief.holder, 0) * thief.block_size
             again = max(0, there - here) * thief.prefill_s_per_token
-            gain = victim.first_token_s(here) - thief.first_token_s(there) - again
+            saved = victim.first_token_s(here, over) - thief.first_token_s(there, over)
+            gain = saved - again
             if gain > most:
                 best, most = job, gain
         return best

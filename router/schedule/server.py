@@ -79,10 +79,6 @@ class Server:
         return self.others + len(self.sent)
 
     @property
-    def busy(self) -> bool:
-        return bool(self.sent or (self.report and self.report.running))
-
-    @property
     def filled(self) -> float:
         """Of its cache, what is in use and what was sent will need; 0 where it does not say."""
         if self.report is None or not self.report.total_blocks:
@@ -95,18 +91,21 @@ class Server:
         """Seconds of prefill that were sent here, or wait."""
         return (self.outstanding.tokens + self.queue.tokens) * self.prefill_s_per_token
 
-    def first_token_s(self, uncached: int, over: bool | None = None) -> float:
+    def first_token_s(self, uncached: int, over: bool = False) -> float:
         """Seconds until the first token of a request that needs so much prefill, sent here now:
         what was sent before it, what waits before it, itself, and a step of the running batch.
-        `over`: whether its tenant is over its share, where that counts."""
-        ahead, _ = self.queue.around(uncached, over)
-        return (self.outstanding.tokens + ahead + uncached) * self.prefill_s_per_token + (
-            self.step_s if self.busy else 0.0
-        )
+        `over`: whether its tenant is over its share."""
+        tokens = self.outstanding.tokens + self.queue.before(uncached, over) + uncached
+        return tokens * self.prefill_s_per_token + self._step_s
 
     def cost_s(self, uncached: int) -> float:
         """Seconds until its first token, and those that it adds to all that wait here and go after
         it, taken together."""
         ahead, behind = self.queue.around(uncached)
         work = self.outstanding.tokens + ahead + uncached * (1 + behind)
-        return work * self.prefill_s_per_token + (self.step_s if self.busy else 0.0)
+        return work * self.prefill_s_per_token + self._step_s
+
+    @property
+    def _step_s(self) -> float:
+        """Of the batch that runs, if one does."""
+        return self.step_s if self.requests else 0.0

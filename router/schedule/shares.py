@@ -8,7 +8,7 @@ takes more than his share of it, and such a tenant goes after all others.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 HALF_S = 10.0  # what was charged so long ago counts half
 OVER = 1.5  # times its share of what was charged lately, before a tenant is over it
@@ -64,10 +64,9 @@ class Shares:
         mine = self._lately.get(tenant, 0.0) * self._weighing
         return mine > OVER * self._weight(tenant) * self._total
 
-    def eligible(self, waiting: Mapping[str, bool]) -> list[str]:
-        """Those of some that wait who may go next: never none, or a server would idle. For each,
-        whether it is over its share."""
-        within = [tenant for tenant, over in waiting.items() if not over]
+    def eligible(self, waiting: Iterable[str]) -> list[str]:
+        """Those of some that wait who may go next: never none, or a server would idle."""
+        within = [tenant for tenant in waiting if not self.over(tenant)]
         served = {tenant: self._service[tenant] for tenant in within or waiting}
         ceiling = max(self._floor() + self._quantum, min(served.values()))
         return [tenant for tenant, service in served.items() if service <= ceiling]
