@@ -98,7 +98,7 @@ def arguments() -> argparse.Namespace:
         dest="effort",
         action="store_const",
         const=FULL,
-        help="unscaled, every policy: hours",
+        help="unscaled, every policy: an hour",
     )
     parser.set_defaults(effort=QUICK)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -176,6 +176,7 @@ def measure(bench: Bench, names: Iterable[str], model: dict[str, float]) -> Iter
 
 
 def report(bench: Bench, device: str, missed: list[str]) -> dict[str, Any]:
+    """All that was measured so far, and with what. An H100's model only guides, it misses nothing."""
     return {
         "device": device,
         "threads": THREADS,
@@ -216,12 +217,12 @@ def main() -> int:
         say("warming up")
         bench.warm_up()
         missed: list[str] = []
-        result = report(bench, options.device, missed)
         for broken in measure(bench, options.only or points(), h100() if cuda else {}):
             missed += broken
-            result = report(bench, options.device, missed)
             if options.out:  # a long run that is cut short keeps what it has
-                options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+                text = json.dumps(report(bench, options.device, missed), indent=2)
+                options.out.write_text(f"{text}\n", encoding="utf-8")
+        result = report(bench, options.device, missed)
     for bound in result["missed"]:
         print(f"missed: {bound}", file=sys.stderr, flush=True)
     print(json.dumps(result), flush=True)
