@@ -176,7 +176,7 @@ def measure(bench: Bench, names: Iterable[str], model: dict[str, float]) -> Iter
 
 
 def report(bench: Bench, device: str, missed: list[str]) -> dict[str, Any]:
-    """All that was measured so far, and with what. An H100's model only guides, it misses nothing."""
+    """All that was measured so far, and with what. On CUDA nothing is a miss."""
     return {
         "device": device,
         "threads": THREADS,
