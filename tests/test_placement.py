@@ -28,6 +28,8 @@ class Told:
     running: int = 0
     waiting: int = 0
     step_s: float = 0.0
+    used_blocks: int = 0
+    total_blocks: int = 0
 
 
 class World:

@@ -205,6 +205,7 @@ class FleetScheduler:
     def ended(self, job: Job, server: Server, now: float, generated: int = 0) -> None:
         """A job has finished, however, and `generated` tokens came of it. Idempotent."""
         server.outstanding.settled(job.id)
+        server.memory.ended(job.id, generated)
         if server.sent.pop(job.id, None):
             self._shares.charge(job.tenant, OUTPUT * generated, now)
             self._policy.ended(job, server, now)
@@ -289,6 +290,7 @@ class FleetScheduler:
         self._index.predict(server.holder, keys, now)
         rank = self._rank(job)
         server.outstanding.sent(job.id, uncached, rank)
+        server.memory.sent(job.id, uncached)
         server.sent[job.id] = job, now
         self._shares.charge(job.tenant, uncached, now)
         self._policy.sent(job, server, now)
@@ -298,17 +300,23 @@ class FleetScheduler:
         return Dispatch(job, server, matched, reason, rank)
 
     def _has_room(self, server: Server, job: Job, matched: int, now: float) -> bool:
-        """A tenant over its share leaves most of the window to others, for a step that runs delays
-        whoever comes, and half of the cache, which what runs keeps until it ends."""
+        """Less than the window is to be computed before it, and the cache has room for what it
+        takes until it ends: else it would wait there, where none that is free can take it over. A
+        tenant over its share leaves most of the window to others, for a step that runs delays
+        whoever comes, and half of the cache. What is overdue need not fit: the replica makes room.
+        """
+        uncached = job.tokens - matched * server.block_size
         before = server.outstanding.tokens
         if self._rules.order == "depth_first":
-            uncached = job.tokens - matched * server.block_size
             before = server.outstanding.before(uncached, self._rank(job))
-        window = self._rules.window * server.chunk_tokens
-        overdue = job.arrived < now - self._rules.starvation_s
-        if overdue or not self._shares.over(job.tenant):
+        window, memory = self._rules.window * server.chunk_tokens, server.memory
+        if job.arrived < now - self._rules.starvation_s:
             return before < window
-        return before < LEAVES * window and server.filled < FILLS
+        if server.sent and memory.over(uncached):
+            return False
+        if not self._shares.over(job.tenant):
+            return before < window
+        return before < LEAVES * window and memory.used < FILLS * memory.total
 
     def _rank(self, job: Job) -> int:
         return job.priority * 2 + self._shares.over(job.tenant)
@@ -319,7 +327,7 @@ class FleetScheduler:
         if not self._rules.steals or not self.waiting:
             return out
         for server in self.servers.values():
-            if len(server.queue) or server.outstanding.tokens:
+            if len(server.queue) or server.outstanding.tokens or server.memory.over(0):
                 continue
             victim = max(self.servers.values(), key=lambda server: server.queue.tokens)
             if not len(victim.queue):

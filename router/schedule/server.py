@@ -5,6 +5,7 @@ from math import inf
 from typing import Protocol
 
 from router.fleet.holder import Holder
+from router.fleet.memory import Memory
 from router.fleet.outstanding import Outstanding
 from router.schedule.branch_queue import BranchQueue
 from router.schedule.job import Job
@@ -45,6 +46,7 @@ class Server:
     queue: BranchQueue
     room: float = inf
     outstanding: Outstanding = field(default_factory=Outstanding)
+    memory: Memory = field(default_factory=Memory)
     sent: dict[int, tuple[Job, float]] = field(default_factory=dict)
     report: Report | None = None
     measured: float = 0.0
@@ -60,6 +62,8 @@ class Server:
         """A load report came, of so many ranks together."""
         self.report = report
         self.outstanding.reported(report.outstanding_tokens // ranks)
+        blocks = report.used_blocks // ranks, report.total_blocks // ranks
+        self.memory.reported(blocks[0] * self.block_size, blocks[1] * self.block_size)
         self.others = max(0, (report.running + report.waiting) // ranks - len(self.sent))
         self.measured = report.prefill_s_per_token or self.measured
         self.prefill_s_per_token = self.measured or self.prefill_s_per_token
@@ -79,33 +83,25 @@ class Server:
         return self.others + len(self.sent)
 
     @property
-    def filled(self) -> float:
-        """Of its cache, what is in use and what was sent will need; 0 where it does not say."""
-        if self.report is None or not self.report.total_blocks:
-            return 0.0
-        coming = self.outstanding.tokens / self.block_size
-        return (self.report.used_blocks + coming) / self.report.total_blocks
-
-    @property
     def drained_s(self) -> float:
         """Seconds of prefill that were sent here, or wait."""
         return (self.outstanding.tokens + self.queue.tokens) * self.prefill_s_per_token
 
     def first_token_s(self, uncached: int, over: bool = False) -> float:
         """Seconds until the first token of a request that needs so much prefill, sent here now:
-        what was sent before it, what waits before it, itself, and a step of the running batch.
-        `over`: whether its tenant is over its share."""
-        tokens = self.outstanding.tokens + self.queue.before(uncached, over) + uncached
-        return tokens * self.prefill_s_per_token + self._step_s
+        what was sent before it, what waits before it, itself, a step of the running batch, and
+        room for what it takes. `over`: whether its tenant is over its share."""
+        return self._seconds(self.queue.before(uncached, over) + uncached)
 
     def cost_s(self, uncached: int) -> float:
         """Seconds until its first token, and those that it adds to all that wait here and go after
         it, taken together."""
         ahead, behind = self.queue.around(uncached)
-        work = self.outstanding.tokens + ahead + uncached * (1 + behind)
-        return work * self.prefill_s_per_token + self._step_s
+        return self._seconds(ahead + uncached) + uncached * behind * self.prefill_s_per_token
 
-    @property
-    def _step_s(self) -> float:
-        """Of the batch that runs, if one does."""
-        return self.step_s if self.requests else 0.0
+    def _seconds(self, tokens: float) -> float:
+        """Until so many more are computed."""
+        seconds = (self.outstanding.tokens + tokens) * self.prefill_s_per_token
+        if self.requests:
+            seconds += self.step_s + self.memory.wait_s(tokens, self.step_s)
+        return seconds
