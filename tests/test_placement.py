@@ -313,3 +313,12 @@ def test_outstanding_counts_down_as_the_replica_computes_and_forgets_what_is_don
     assert outstanding.tokens == 700
     outstanding.settled(2)
     assert outstanding.tokens == 600
+
+
+@pytest.mark.parametrize(("step_s", "home"), [(0.01, "a"), (0.05, "b")])
+def test_a_crowd_counts_by_how_much_longer_it_makes_a_step(step_s: float, home: str) -> None:
+    world = World("a", "b")
+    world.holds("a", *range(20))
+    world.told("a", Told(running=30, step_s=step_s))
+    world.told("b", Told(step_s=0.01))
+    assert world.place(job(1, *range(40))).server.holder.replica == home

@@ -21,7 +21,7 @@ from bench.fleet.report import Report
 from bench.fleet.traces import TraceError
 from hotbranch.settings import SimulateSettings
 from replicas.simulated.profile import DEFAULT, Profile
-from router.fleet import outstanding
+from router.fleet import memory, outstanding
 from router.schedule import scheduler, shares
 from router.schedule.policies import hotbranch, pace
 
@@ -53,6 +53,7 @@ RULES: Mapping[str, Without] = {
     "rendezvous tolerates nothing": Without(((hotbranch, "TOLERANCE", 0.0),)),
     "little matches count": Without(((hotbranch, "LITTLE", 0.0),)),
     "how far it has come is not read from reports": Without(((outstanding, "CROSSING", 1 << 30),)),
+    "how full caches are is not looked at": Without(((memory, "FULL", inf),)),
     "no stealing": Without(((scheduler, "LOOKED_AT", 0),)),
     "tenants are not held to their shares": Without(((shares, "OVER", inf),)),
     "by arrival at the router": Without(settings={"order": "arrival"}),

@@ -15,7 +15,7 @@ from router.schedule.server import Server
 LITTLE = 0.25  # of a prompt: a shorter match than this is no reason to follow it
 TOLERANCE = 0.2  # of a cost, and of the price of the prompt: what it may cost more to meet others
 HEAVIEST = 1 << 64  # no digest is so large
-CROWD = 4.0  # steps that a request costs each one that runs beside it
+CROWD = 20.0  # steps that a request makes longer for each one that runs beside it
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ RECENT = 0.01  # weight of the last prompt, or look, among those before
 class Pace:
     """Pure. `price` are the seconds that a second of needless work costs those who come before a
     queue is empty, `found` the share of prompts that some server had, as a moving average, and
-    `step_s` the seconds of a decoding step for each request that runs.
+    `step_s` the seconds by which a request that runs makes a decoding step longer.
 
     It begins with nothing, as a fleet does: until it has seen some seconds, work is cheap, and what
     begins hot spreads.
@@ -26,6 +26,7 @@ class Pace:
     def __init__(self) -> None:
         self.price, self.step_s = LEAST, 0.0
         self.found = RECURRING  # assumed until they do not
+        self._shortest_s = inf  # step that any server has measured: what an empty one takes
         self._jobs = self._work_s = 0.0
         self._at = 0.0
         self._looked_at = -inf
@@ -54,7 +55,10 @@ class Pace:
         requests = sum(server.requests for server in servers)
         self._ours += RECENT * (sum(len(server.sent) for server in servers) - self._ours)
         self._all += RECENT * (requests - self._all)
-        self.step_s = sum(server.step_s for server in servers) / (requests + len(servers))
+        steps = [server.step_s for server in servers if server.step_s]
+        self._shortest_s = min([self._shortest_s, *steps])
+        longer_s = sum(steps) - len(steps) * self._shortest_s if steps else 0.0
+        self.step_s = longer_s / max(requests, len(servers))
         each = MEMORY_S * len(servers) * self._ours / max(self._ours, self._all)
         idle = 1.0 - min(FULL, self._work_s / each)
         waits_s = sum(server.drained_s for server in servers) / len(servers)
