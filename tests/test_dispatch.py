@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 from gated_replica import MODEL, PATIENCE_S
 from test_fleet import Setup, eventually, finishes, prompt, setup
+from told_replica import told_fleet
 
 from hotbranch.settings import RoutingPolicy
 from hotbranch.v1.serve_pb2 import FINISH_REASON_LENGTH, Sampling
@@ -214,6 +215,27 @@ async def test_a_tenant_that_asks_for_much_leaves_others_their_share() -> None:
         await queue.finish()
         last = max(queue.order.index(f"light {n}") for n in range(3))
         assert last < 10
+
+
+async def test_a_replica_is_told_who_goes_first_and_what_came_of_a_prompt_is_charged() -> None:
+    async with told_fleet(1) as (fleet, (told,)):
+
+        async def ask(name: str, priority: int = 0) -> None:
+            asked = named(len(told.submits), name, tenant=name, priority=priority)
+            assert await finishes(await queue.dispatcher.open(asked, [Sampling()]))
+
+        queue = Queue(fleet)
+        for name in ("light", "heavy", "heavy", "heavy", "heavy"):
+            await ask(name)
+        charged = queue.dispatcher._schedulers[MODEL]._shares._lately
+        await eventually(lambda: charged == {"light": 44 + 2, "heavy": 4 * (44 + 2)})
+        await ask("heavy")  # it had three times its share
+        await ask("heavy", priority=3)
+        await ask("light")
+        await ask("light", priority=-(1 << 40))
+        await ask("light", priority=1 << 40)
+        most = (1 << 31) - 1
+        assert [sent.priority for sent in told.submits[5:]] == [1, 7, 0, -most, most]
 
 
 async def test_a_prompt_whose_client_leaves_as_it_is_sent_does_not_run_there() -> None:
