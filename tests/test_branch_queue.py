@@ -145,6 +145,19 @@ def test_a_tenant_that_is_alone_is_never_over_its_share() -> None:
     assert not shares.over("a") and not shares.over("b")
 
 
+def test_a_tenant_floods_the_fleet_by_what_the_others_had() -> None:
+    shares = Shares({"paid": 4.0}, 1e9)
+    shares.charge("heavy", 80.0, 0.0)
+    assert not shares.floods("heavy"), "there is nobody else"
+    for tenant in ("a", "b"):
+        shares.charge(tenant, 20.0, 0.0)
+    assert shares.floods("heavy") and not shares.floods("a") and not shares.floods("c")
+    shares.charge("b", 20.0, 0.0)  # 30 on average
+    assert not shares.floods("heavy")
+    shares.charge("paid", 400.0, 0.0)  # 100 by its weight
+    assert not shares.floods("paid")
+
+
 def test_a_weight_must_be_positive() -> None:
     with pytest.raises(ValueError, match="'a' is not positive"):
         Shares({"a": 0.0}, 1.0)

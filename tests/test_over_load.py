@@ -21,8 +21,8 @@ def test_depth_first_reuses_more_once_the_fleet_is_saturated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TRACES", raising=False)
-    monkeypatch.setattr(over_load, "SHAPE", "shape:rag")
-    monkeypatch.setattr(over_load, "RATES", (2, 250))
+    monkeypatch.setattr(over_load, "SHAPE", "shape:permuted")  # more than caches hold
+    monkeypatch.setattr(over_load, "RATES", (2, 50))
     monkeypatch.setattr(over_load, "REQUESTS", 600)
     picture = tmp_path / "orders.svg"
     status, out, _ = run(monkeypatch, capsys, "--plot", str(picture))

@@ -19,6 +19,8 @@ from replicas.radix.sequence import Chunk, Sampled, Sequence
 from replicas.radix.tree import RadixTree
 from replicas.radix.waiting import Policy, WaitingQueue, Work
 
+YIELDS = 8  # of a chunk, the part that a step prefills for who yields: who comes next waits less
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -120,21 +122,14 @@ class Scheduler:
             if work.remaining == 1 and work.node is not None and self._has_slot(work, now)
         ]
         # Prefill moves by a token at least, however many sequences decode.
-        budget = max(1, self.limits.chunk_tokens - len(chunks))
-        running = self._prefills(now)
+        decoding = len(chunks)
+        budget = max(1, self.limits.chunk_tokens - decoding)
+        begun = self._prefills(now)
         self._waiting.refresh(self._has_room())
-        while budget:
-            begun = running[-1] if running else None
-            candidate = self._candidate(begun, now)
-            if candidate is not None and self._admit(candidate, now):
-                budget -= _prefill(candidate, budget, chunks)
-            elif candidate is not None and not self._running:
-                self._give_up(candidate, now)
-            elif begun is not None:
-                running.pop()
-                budget -= _prefill(begun, budget, chunks)
-            else:
-                break
+        while budget and (work := self._next(begun, len(chunks) > decoding, now)) is not None:
+            if self._yields(work, now):
+                budget = min(budget, max(1, self.limits.chunk_tokens // YIELDS))
+            budget -= _prefill(work, budget, chunks)
         return chunks
 
     def commit(self, chunks: Seq[Chunk], sampled: Seq[Sampled | None], now: float) -> list[Advance]:
@@ -189,27 +184,54 @@ class Scheduler:
     def _prefills(self, now: float) -> list[Work]:
         """Running requests whose prefill is not complete, the one that goes on first last.
 
-        By arrival; under `least_uncached` by what is left of it, unless it is overdue (shortest
-        remaining processing time first, at the grain of a chunk).
+        What is overdue first, then by priority, then by arrival; under `least_uncached` by what is
+        left of it (shortest remaining processing time first, at the grain of a chunk).
         """
         works = [work for work in reversed(self._running) if work.remaining > 1]
-        if self.limits.policy == "least_uncached":
-            works.sort(
-                key=lambda work: (not self._overdue(work, now), work.remaining), reverse=True
-            )
+        works.sort(
+            key=lambda work: (not self._overdue(work, now), self._urgency(work, work.remaining)),
+            reverse=True,
+        )
         return works
+
+    def _urgency(self, work: Work, tokens: int) -> tuple[int, int]:
+        """What is least goes first, of those that need so many tokens and are not overdue."""
+        least_first = self.limits.policy == "least_uncached"
+        return work.sequence.request.priority, tokens if least_first else 0
+
+    def _next(self, begun: list[Work], prefills: bool, now: float) -> Work | None:
+        """Whose prefill goes on, then out of `begun`, or begins. Who yields does not share a step
+        in which another one prefills: that would make it longer for those before him.
+        """
+        last = begun[-1] if begun else None
+        candidate = self._candidate(last, now)
+        while candidate is not None and not (prefills and self._yields(candidate, now)):
+            if self._admit(candidate, now):
+                return candidate
+            if self._running:
+                break
+            self._give_up(candidate, now)
+            candidate = self._candidate(last, now)
+        if last is None or (prefills and self._yields(last, now)):
+            return None
+        return begun.pop()
 
     def _candidate(self, begun: Work | None, now: float) -> Work | None:
         """The waiting request that goes before one whose prefill has begun, if any."""
         if len(self._running) >= self.limits.max_running:
             return None
-        if begun is None:
-            return self._waiting.next(now, self._running)
-        if self.limits.policy != "least_uncached" or self._overdue(begun, now):
+        if begun is not None and self._overdue(begun, now):
             return None
         work = self._waiting.next(now, self._running)
-        less = work is not None and len(work.sequence.tokens) - work.matched < begun.remaining
+        if work is None or begun is None:
+            return work
+        uncached = len(work.sequence.tokens) - work.matched
+        less = self._urgency(work, uncached) < self._urgency(begun, begun.remaining)
         return work if less else None
+
+    def _yields(self, work: Work, now: float) -> bool:
+        """Whether it is less urgent than is usual."""
+        return work.sequence.request.priority > 0 and not self._overdue(work, now)
 
     def _overdue(self, work: Work, now: float) -> bool:
         return now - work.sequence.arrival > self.limits.starvation_s

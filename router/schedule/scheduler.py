@@ -319,7 +319,7 @@ class FleetScheduler:
         return before < LEAVES * window and memory.used < FILLS * memory.total
 
     def _rank(self, job: Job) -> int:
-        return job.priority * 2 + self._shares.over(job.tenant)
+        return job.priority * 2 + self._shares.floods(job.tenant)
 
     def _steal(self, now: float) -> list[Dispatch]:
         """Servers that have nothing to do take from the longest queue what gains most by moving."""

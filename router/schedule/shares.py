@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 HALF_S = 10.0  # what was charged so long ago counts half
 OVER = 1.5  # times its share of what was charged lately, before a tenant is over it
+FLOODS = 3.5  # times what the others had lately, on average, before a tenant floods the fleet
 AGED_S = 1.0  # between two looks at how long ago it was
 
 
@@ -63,6 +64,11 @@ class Shares:
         any. Such a one takes what the others leave: they find room as if it were not there."""
         mine = self._lately.get(tenant, 0.0) * self._weighing
         return mine > OVER * self._weight(tenant) * self._total
+
+    def floods(self, tenant: str) -> bool:
+        """Whether the tenant had so much lately that replicas, too, shall serve it last."""
+        mine, weight = self._lately.get(tenant, 0.0), self._weight(tenant)
+        return mine * (self._weighing - weight) > FLOODS * weight * (self._total - mine)
 
     def eligible(self, waiting: Iterable[str]) -> list[str]:
         """Those of some that wait who may go next: never none, or a server would idle."""
