@@ -156,6 +156,10 @@ def test_a_tenant_floods_the_fleet_by_what_the_others_had() -> None:
     assert not shares.floods("heavy")
     shares.charge("paid", 400.0, 0.0)  # 100 by its weight
     assert not shares.floods("paid")
+    shares = Shares({"paid": 5.0}, 1e9)
+    shares.charge("paid", 1000.0, 0.0)
+    shares.charge("free", 50.0, 0.0)
+    assert not shares.floods("paid"), "for it is within its share"
 
 
 def test_a_weight_must_be_positive() -> None:
@@ -174,7 +178,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.waiting: dict[int, tuple[Job, int]] = {}
         self.service: dict[str, float] = {}
         self.lately: Counter[str] = Counter()
-        self.were_over: dict[int, bool] = {}  # job -> when it was filed
         self.now, self.ids = 0.0, 0
 
     def floor(self) -> float:
@@ -197,17 +200,14 @@ class QueueMachine(RuleBasedStateMachine):
         if all(known.tenant != tenant for known, _ in self.waiting.values()):
             self.service[tenant] = max(self.service.get(tenant, self.floor()), self.floor())
         self.waiting[new.id] = new, min(matched, len(path))
-        self.were_over[new.id] = self.over(tenant)
         self.queue.file(new, min(matched, len(path)))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data(), matched=st.integers(0, 4))
     def match(self, data: st.DataObject, matched: int) -> None:
         id = data.draw(st.sampled_from(sorted(self.waiting)))
-        known, before = self.waiting[id]
+        known, _ = self.waiting[id]
         self.waiting[id] = known, min(matched, len(known.keys[SIZE]))
-        if self.waiting[id][1] != before:
-            self.were_over[id] = self.over(known.tenant)
         self.queue.file(*self.waiting[id])
 
     @precondition(lambda self: self.waiting)
@@ -216,6 +216,15 @@ class QueueMachine(RuleBasedStateMachine):
         head = self.queue.next(self.now - bound)
         assert head is not None
         assert head == self.wanted(self.now - bound)
+        oldest = min(job.arrived for job, _ in self.waiting.values())
+        if self.order == "depth_first" and oldest >= self.now - bound:
+            within = sum(
+                job.tokens - n * SIZE
+                for job, n in self.waiting.values()
+                if not self.over(job.tenant)
+            )
+            assert self.queue.before(1 << 30, over=False) == within
+            assert self.queue.before(0, over=True) == within
         self._leave(head[0], charge)
 
     @precondition(lambda self: self.waiting)
@@ -264,16 +273,13 @@ class QueueMachine(RuleBasedStateMachine):
     def sums_agree(self) -> None:
         uncached = {id: job.tokens - n * SIZE for id, (job, n) in self.waiting.items()}
         needs = list(uncached.values())
-        within = sum(need for id, need in uncached.items() if not self.were_over[id])
         assert len(self.queue) == len(needs)
         assert self.queue.tokens == sum(needs)
         if self.order == "depth_first":
             assert self.queue.around(1 << 30) == (sum(needs), 0)
             assert self.queue.around(0) == (0, len(needs))
-            assert self.queue.before(1 << 30, over=False) == within
             assert self.queue.before(1 << 30, over=True) == sum(needs)
             assert self.queue.before(0, over=False) == 0
-            assert self.queue.before(0, over=True) == within
         for below in self.queue._below.values():
             assert below
 
@@ -283,7 +289,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not self.queue._below and not self.shares._service
         for sizes in (self.queue._within, self.queue._over):
             assert not any(sizes.ahead) and not any(sizes.behind)
-        assert self.queue.next(1e9) is None and not self.queue._heaps and not self.queue._oldest
+        assert self.queue.next(1e9) is None and not self.queue._tenants and not self.queue._oldest
 
 
 QueueMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_fleet_scheduler import Told, World, job
+from test_fleet_scheduler import SIZE, Told, World, job
 
 from router.fleet.memory import CROSSING, FULL, RECENT, Memory
 from router.schedule.policies.hotbranch import Hotbranch
@@ -38,23 +38,39 @@ def test_what_was_sent_counts_until_a_report_surely_does() -> None:
     assert memory.used == 580
 
 
+def test_what_a_report_says_is_of_all_ranks_of_a_replica() -> None:
+    world = World()
+    (server,) = world.servers
+    told = Told(used_blocks=60, total_blocks=100)
+    world.scheduler.reported(server, told, 0.0, ranks=2)
+    assert (server.memory.used, server.memory.total) == (30 * SIZE, 50 * SIZE)
+
+
 def test_what_never_ran_frees_nothing_that_a_report_counts() -> None:
     memory = Memory()
     memory.reported(600, TOTAL)
     memory.sent(1, 100)
     memory.ended(1, 0)
     assert memory.used == 600
+    memory.sent(2, 100)
+    for _ in range(CROSSING):
+        memory.reported(600, TOTAL)  # it waits there
+    memory.ended(2, 0)
+    assert memory.used == 600
 
 
 def test_the_wait_for_room_is_what_is_over_at_the_pace_at_which_what_runs_ends() -> None:
     memory = Memory()
-    memory.sent(1, 0)
-    memory.ended(1, 400)
-    assert memory.generated == pytest.approx(RECENT * 400) == pytest.approx(20)
+    for id, generated in enumerate((20, 0, 40)):
+        memory.sent(id, 0)
+        memory.ended(id, generated)
+    assert memory.generated == pytest.approx(20 + RECENT * 20)
     memory.reported(500, TOTAL)
     assert memory.wait_s(FULL * TOTAL - 500, 0.1) == 0
-    # 100 tokens too many; a step frees a 20th of the 500, which is 25
-    assert memory.wait_s(FULL * TOTAL - 400, 0.1) == pytest.approx(4 * 0.1)
+    # 95 tokens too many; a step frees a 21st of the 950
+    assert memory.wait_s(FULL * TOTAL - 405, 0.1) == pytest.approx(2.1 * 0.1)
+    memory.reported(0, TOTAL)
+    assert memory.wait_s(FULL * TOTAL + 95, 0.1) == pytest.approx(2.1 * 0.1), "it fills till then"
 
 
 class MemoryMachine(RuleBasedStateMachine):
@@ -78,7 +94,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         id = data.draw(st.sampled_from(sorted(self.runs)))
         del self.runs[id]
-        self.memory.ended(id, 0)
+        self.memory.ended(id, 1)
 
     @rule()
     def report(self) -> None:
@@ -86,15 +102,16 @@ class MemoryMachine(RuleBasedStateMachine):
         self.late = sum(self.runs.values())
 
     @invariant()
-    def nothing_that_runs_is_forgotten_once_reports_say_the_same(self) -> None:
-        assert self.memory._coming >= 0 and self.memory.used >= 0
+    def nothing_is_subtracted_twice(self) -> None:
+        assert self.memory._coming >= 0
+        assert set(self.memory._sent) == set(self.runs)
 
     def teardown(self) -> None:
         for _ in range(CROSSING + 1):
             self.report()
         assert self.memory.used == sum(self.runs.values())
         for id in self.runs:
-            self.memory.ended(id, 0)
+            self.memory.ended(id, 1)
         assert self.memory.used == 0 and not self.memory._sent
 
 

@@ -315,10 +315,32 @@ def test_outstanding_counts_down_as_the_replica_computes_and_forgets_what_is_don
     assert outstanding.tokens == 600
 
 
-@pytest.mark.parametrize(("step_s", "home"), [(0.01, "a"), (0.05, "b")])
+@pytest.mark.parametrize(("step_s", "home"), [(0.01, "a"), (0.025, "a"), (0.05, "b")])
 def test_a_crowd_counts_by_how_much_longer_it_makes_a_step(step_s: float, home: str) -> None:
     world = World("a", "b")
     world.holds("a", *range(20))
     world.told("a", Told(running=30, step_s=step_s))
     world.told("b", Told(step_s=0.01))
     assert world.place(job(1, *range(40))).server.holder.replica == home
+
+
+def test_a_step_that_was_long_while_many_ran_is_no_crowd_once_they_are_gone() -> None:
+    world = World("a", "b")
+    world.holds("a", *range(20))
+    world.told("a", Told(running=1, step_s=0.01))
+    world.told("b", Told(step_s=0.05))  # nothing runs there
+    assert world.place(job(1, *range(40))).server.holder.replica == "a"
+    policy = world.scheduler._policy
+    assert isinstance(policy, Hotbranch) and policy.pace.step_s == 0
+
+
+def test_a_burst_of_one_tenant_does_not_make_others_late() -> None:
+    """All of it was filed before any of it was charged."""
+    world = World("a", window=1.0)
+    world.place(job(0, 0, tenant="light"))
+    for id in range(1, 11):
+        world.scheduler.arrive(job(id, id, *range(39), tenant="heavy"), 0.0)
+    (server,) = world.scheduler.servers.values()
+    world.scheduler._shares.charge("heavy", 1e6, 0.0)
+    world.scheduler.pump(server, 0.0)
+    assert server.queue.before(1281, over=False) == 0

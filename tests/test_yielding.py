@@ -57,3 +57,42 @@ def test_a_prefill_that_yields_goes_on_when_what_goes_before_it_does_not_fit() -
     bench.drain()
     assert set(bench.finished) == {late, usual}
     bench.check_quiet()
+
+
+def test_those_who_yield_share_a_step() -> None:
+    bench = Bench(policy="least_uncached", chunk=64)
+    short = [bench.add(prompt(4, seed=seed), max_tokens=1, priority=1) for seed in range(4)]
+    bench.step()
+    assert set(bench.finished) == set(short[:2])  # 8 tokens
+    bench.drain()
+    bench.check_quiet()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_waits_for_the_prefix_of_one_who_yields(policy: Policy) -> None:
+    bench = Bench(policy=policy, chunk=32)
+    late = bench.add([*prompt(64, seed=1), 1], max_tokens=1, priority=1)
+    bench.step()
+    usual = bench.add([*prompt(64, seed=1), 2], max_tokens=1)
+    for _ in range(3):
+        bench.step()
+    assert usual in bench.finished and late not in bench.finished
+    bench.drain()
+    bench.check_quiet()
+
+
+def test_beside_a_prefill_who_waits_is_looked_at_only_where_one_goes_first() -> None:
+    bench = Bench(policy="longest_prefix", chunk=32)
+    bench.add(prompt(64, seed=1), max_tokens=1)
+    bench.step()
+    asked = []
+    waiting = bench.scheduler._waiting
+    look = waiting.next
+    waiting.next = lambda *given: asked.append(1) or look(*given)  # type: ignore[method-assign,func-returns-value]
+    bench.add(prompt(8, seed=2), max_tokens=1)
+    bench.step()
+    assert not asked
+    first = bench.add(prompt(32, seed=3), max_tokens=1, priority=-1)
+    bench.step()
+    assert asked and bench.computing() == [first]
+    bench.drain()

@@ -122,13 +122,15 @@ class Scheduler:
             if work.remaining == 1 and work.node is not None and self._has_slot(work, now)
         ]
         # Prefill moves by a token at least, however many sequences decode.
-        decoding = len(chunks)
-        budget = max(1, self.limits.chunk_tokens - decoding)
+        budget = max(1, self.limits.chunk_tokens - len(chunks))
         begun = self._prefills(now)
         self._waiting.refresh(self._has_room())
-        while budget and (work := self._next(begun, len(chunks) > decoding, now)) is not None:
+        urgent = False
+        while budget and (work := self._next(begun, urgent, now)) is not None:
             if self._yields(work, now):
                 budget = min(budget, max(1, self.limits.chunk_tokens // YIELDS))
+            else:
+                urgent = True
             budget -= _prefill(work, budget, chunks)
         return chunks
 
@@ -199,20 +201,20 @@ class Scheduler:
         least_first = self.limits.policy == "least_uncached"
         return work.sequence.request.priority, tokens if least_first else 0
 
-    def _next(self, begun: list[Work], prefills: bool, now: float) -> Work | None:
-        """Whose prefill goes on, then out of `begun`, or begins. Who yields does not share a step
-        in which another one prefills: that would make it longer for those before him.
+    def _next(self, begun: list[Work], urgent: bool, now: float) -> Work | None:
+        """Whose prefill goes on, then out of `begun`, or begins. Who yields has no part in a step
+        in which `urgent` ones prefill: that would make it longer for them.
         """
         last = begun[-1] if begun else None
         candidate = self._candidate(last, now)
-        while candidate is not None and not (prefills and self._yields(candidate, now)):
+        while candidate is not None and not (urgent and self._yields(candidate, now)):
             if self._admit(candidate, now):
                 return candidate
             if self._running:
                 break
             self._give_up(candidate, now)
             candidate = self._candidate(last, now)
-        if last is None or (prefills and self._yields(last, now)):
+        if last is None or (urgent and self._yields(last, now)):
             return None
         return begun.pop()
 
@@ -220,18 +222,22 @@ class Scheduler:
         """The waiting request that goes before one whose prefill has begun, if any."""
         if len(self._running) >= self.limits.max_running:
             return None
-        if begun is not None and self._overdue(begun, now):
+        if begun is None:
+            return self._waiting.next(now, self._running)
+        if self._overdue(begun, now) or not len(self._waiting):
+            return None
+        priority = begun.sequence.request.priority
+        if self.limits.policy != "least_uncached" and self._waiting.most_urgent >= priority:
             return None
         work = self._waiting.next(now, self._running)
-        if work is None or begun is None:
-            return work
+        if work is None:
+            return None
         uncached = len(work.sequence.tokens) - work.matched
         less = self._urgency(work, uncached) < self._urgency(begun, begun.remaining)
         return work if less else None
 
     def _yields(self, work: Work, now: float) -> bool:
-        """Whether it is less urgent than is usual."""
-        return work.sequence.request.priority > 0 and not self._overdue(work, now)
+        return work.yields and not self._overdue(work, now)
 
     def _overdue(self, work: Work, now: float) -> bool:
         return now - work.sequence.arrival > self.limits.starvation_s

@@ -46,13 +46,18 @@ class Work:
         return len(self.sequence.tokens) - self.sequence.computed
 
     @property
+    def yields(self) -> bool:
+        """Whether it is less urgent than is usual."""
+        return self.sequence.request.priority > 0
+
+    @property
     def preempted(self) -> bool:
         """Whether it waits after having run."""
         return self.node is None and self.sequence.cached_tokens is not None
 
 
 class WaitingQueue:
-    """Order: preempted; overdue, oldest first; lower `priority`; then the policy.
+    """Order: preempted, unless it yields; overdue, oldest first; lower `priority`; then the policy.
 
     `longest_prefix` prefers the longest cached prefix and `least_uncached` the fewest tokens left
     to prefill; `dfs_weight` walks the cached tree depth first, the subtree that most wait for first
@@ -76,6 +81,7 @@ class WaitingQueue:
         self._deferred: list[Work] = []
         self._last: Work | None = None  # whose turn it was
         self._room = False
+        self._priorities: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._works)
@@ -88,12 +94,19 @@ class WaitingQueue:
         self._rematch(work)
         self._push(work)
         self._rota[work.sequence.request.id] = work
+        self._priorities[work.sequence.request.priority] += 1
 
     def remove(self, work: Work) -> None:
         del self._works[work.sequence.request.id], self._rota[work.sequence.request.id]
         self.tokens -= len(work.sequence.tokens) - work.matched
         self.length -= len(work.sequence.tokens)
         work.entry = None
+        self._priorities -= Counter((work.sequence.request.priority,))
+
+    @property
+    def most_urgent(self) -> int:
+        """The lowest priority of at least one that waits."""
+        return min(self._priorities)
 
     def refresh(self, room: bool) -> None:
         """Before a step: let the deferred compete again, and match a few others, each in turn."""
@@ -200,7 +213,7 @@ class WaitingQueue:
 
     def _push(self, work: Work) -> None:
         """Enter the heap with the current match; an older entry turns invalid."""
-        if work.preempted:
+        if work.preempted and not work.yields:
             order = (0, 0, 0)
         else:
             order = (1, work.sequence.request.priority, self._preference(work))
@@ -214,6 +227,7 @@ class WaitingQueue:
         """Put a request aside for this step when another computes a block that it could reuse.
 
         There is budget left, so what runs is computed to its end in this step: a deferral is short.
+        Who yields is not, and others do not wait for it.
         """
         if self._policy == "fcfs":
             return False
@@ -224,7 +238,8 @@ class WaitingQueue:
         longest = work.matched // block
         for other in running:
             if (
-                at < len(mine)
+                (work.yields or not other.yields)
+                and at < len(mine)
                 and other.sequence.computed * TOKEN_BYTES < len(other.data)
                 and other.data.startswith(mine[at : at + width], at)
                 and other.sequence.request.namespace == work.sequence.request.namespace

@@ -2,6 +2,7 @@
 
 What runs keeps its tokens until it ends. Where they are all taken, a prompt waits for others to end
 although nobody computes before it, so that outstanding prefill alone does not tell how busy it is.
+What a prompt finds there counts once a report says that it is used: others may use it already.
 """
 
 from math import inf
@@ -39,12 +40,12 @@ class Memory:
         if entry is None:
             return
         at, tokens = entry
-        if self._counts(at):
-            self._freed += tokens + generated
-        else:
+        if not self._counts(at):
             self._coming -= tokens
+        elif generated:  # else it may not have run
+            self._freed += tokens + generated
         if generated:
-            self.generated += RECENT * (generated - self.generated)
+            self.generated += (RECENT if self.generated else 1.0) * (generated - self.generated)
 
     def reported(self, used: int, total: int) -> None:
         """The replica's own figures arrived."""
@@ -59,9 +60,9 @@ class Memory:
 
     def wait_s(self, tokens: float, step_s: float) -> float:
         """Seconds until there is room for so many: each that runs takes as many steps as it
-        generates tokens, so that in one of them this part of what they keep becomes free."""
+        generates tokens, so that in one of them this part of a full cache becomes free."""
         over = self.over(tokens)
-        return over * self.generated * step_s / self.used if over and self.used else 0.0
+        return over * self.generated * step_s / (FULL * self.total) if over else 0.0
 
     def _counts(self, at: int) -> bool:
         return self._reports - at >= CROSSING

@@ -20,13 +20,11 @@ SIZES = 32  # powers of two that a prompt can need
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A waiting job. `matched` are the blocks that the server has, or will have by then. `over`:
-    whether its tenant was over its share when it was filed."""
+    """A waiting job. `matched` are the blocks that the server has, or will have by then."""
 
     job: Job
     matched: int
     uncached: int  # tokens
-    over: bool
     waits: bool = True
 
 
@@ -53,6 +51,15 @@ class _Sizes:
             ahead[other] += tokens
 
 
+class _Tenant:
+    """What waits of it: in order, and by size. `over`: whether it counts as over its share."""
+
+    def __init__(self, over: bool) -> None:
+        self.heap: list[Any] = []
+        self.over = over
+        self.jobs, self.tokens = [0] * SIZES, [0] * SIZES
+
+
 class BranchQueue:
     """Of a server with blocks of `block_size` tokens. Pure.
 
@@ -65,7 +72,7 @@ class BranchQueue:
         self._shares = shares
         self._order = order
         self._entries: dict[int, _Entry] = {}
-        self._heaps: dict[str, list[Any]] = {}  # by tenant
+        self._tenants: dict[str, _Tenant] = {}
         self._oldest: list[Any] = []
         self._below: dict[int, dict[int, _Entry]] = {}  # first block that is not there -> by job
         self._within, self._over = _Sizes(), _Sizes()  # of tenants within their share, and over it
@@ -83,16 +90,17 @@ class BranchQueue:
             self._drop(known)
         else:
             self._shares.entered(job.tenant)
-        uncached = job.tokens - matched * self._block_size
-        entry = _Entry(job, matched, uncached, self._shares.over(job.tenant))
+        entry = _Entry(job, matched, job.tokens - matched * self._block_size)
         self._entries[job.id] = entry
         self.tokens += entry.uncached
+        if (tenant := self._tenants.get(job.tenant)) is None:
+            tenant = self._tenants[job.tenant] = _Tenant(self._shares.over(job.tenant))
         self._count(entry, 1)
         if (key := self._missing(entry)) is not None:
             self._below.setdefault(key, {})[job.id] = entry
         age, waiting = (job.arrived, next(self._serial), entry), len(self._entries)
         _push(self._oldest, age, waiting)
-        _push(self._heaps.setdefault(job.tenant, []), (*self._rank(entry), *age), waiting)
+        _push(tenant.heap, (*self._rank(entry), *age), waiting)
 
     def remove(self, job: Job) -> None:
         """A job goes, to the server or away. KeyError when it does not wait here."""
@@ -104,13 +112,17 @@ class BranchQueue:
         priority the least that a tenant whose turn it may be has to compute."""
         oldest = _head(self._oldest)
         if oldest is None:
-            self._heaps.clear()
+            self._tenants.clear()
             return None
         if oldest.job.arrived < overdue_since:
             return oldest.job, oldest.matched
-        for tenant in [tenant for tenant, heap in self._heaps.items() if _head(heap) is None]:
-            del self._heaps[tenant]
-        entry = min(self._heaps[tenant][0] for tenant in self._shares.eligible(self._heaps))[-1]
+        for name, tenant in list(self._tenants.items()):
+            if _head(tenant.heap) is None:
+                del self._tenants[name]
+            elif tenant.over != self._shares.over(name):
+                self._flip(tenant)
+        names = self._shares.eligible(self._tenants)
+        entry = min(self._tenants[name].heap[0] for name in names)[-1]
         return entry.job, entry.matched
 
     def below(self, key: int) -> Sequence[Job]:
@@ -131,7 +143,8 @@ class BranchQueue:
 
     def before(self, uncached: int, over: bool) -> float:
         """Tokens of those that would go before a job that needs so many, nearly. Where its tenant
-        is `over` its share it goes after all that are within theirs, else before all that are not.
+        is `over` its share it goes after all that are within theirs, else before all that are not
+        (as of the last look at whose turn it is).
         """
         if self._order == "arrival":
             return self.tokens
@@ -161,8 +174,24 @@ class BranchQueue:
                 del self._below[key]
 
     def _count(self, entry: _Entry, more: int) -> None:
-        sizes = self._over if entry.over else self._within
-        sizes.count(entry.uncached.bit_length(), more, more * entry.uncached)
+        tenant, size = self._tenants[entry.job.tenant], entry.uncached.bit_length()
+        tenant.jobs[size] += more
+        tenant.tokens[size] += more * entry.uncached
+        self._class(tenant).count(size, more, more * entry.uncached)
+
+    def _class(self, tenant: _Tenant) -> _Sizes:
+        return self._over if tenant.over else self._within
+
+    def _flip(self, tenant: _Tenant) -> None:
+        """It is over its share now, or within it again."""
+        counts = [*enumerate(zip(tenant.jobs, tenant.tokens, strict=True))]
+        for size, (jobs, tokens) in counts:
+            if jobs:
+                self._class(tenant).count(size, -jobs, -tokens)
+        tenant.over = not tenant.over
+        for size, (jobs, tokens) in counts:
+            if jobs:
+                self._class(tenant).count(size, jobs, tokens)
 
 
 def _head(heap: list[Any]) -> _Entry | None:

@@ -68,7 +68,8 @@ class Shares:
     def floods(self, tenant: str) -> bool:
         """Whether the tenant had so much lately that replicas, too, shall serve it last."""
         mine, weight = self._lately.get(tenant, 0.0), self._weight(tenant)
-        return mine * (self._weighing - weight) > FLOODS * weight * (self._total - mine)
+        others = (self._total - mine) * weight
+        return self.over(tenant) and mine * (self._weighing - weight) > FLOODS * others
 
     def eligible(self, waiting: Iterable[str]) -> list[str]:
         """Those of some that wait who may go next: never none, or a server would idle."""

@@ -55,8 +55,8 @@ class Pace:
         requests = sum(server.requests for server in servers)
         self._ours += RECENT * (sum(len(server.sent) for server in servers) - self._ours)
         self._all += RECENT * (requests - self._all)
-        steps = [server.step_s for server in servers if server.step_s]
-        self._shortest_s = min([self._shortest_s, *steps])
+        self._shortest_s = min(self._shortest_s, *(s.step_s or inf for s in servers))
+        steps = [s.step_s for s in servers if s.step_s and s.requests]  # else what it says is old
         longer_s = sum(steps) - len(steps) * self._shortest_s if steps else 0.0
         self.step_s = longer_s / max(requests, len(servers))
         each = MEMORY_S * len(servers) * self._ours / max(self._ours, self._all)
