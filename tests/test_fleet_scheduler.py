@@ -1,7 +1,7 @@
 """Placing, holding and dispatching, under a clock of its own."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -387,3 +387,13 @@ def test_new_families_spread_and_each_stays_together(count: int) -> None:
             world.scheduler.ended(out.job, out.server, 0.0)
     assert all(len(where) == 1 for where in homes.values())
     assert len(set().union(*homes.values())) == count
+
+
+def test_a_policy_that_does_not_hold_tells_replicas_nothing_of_shares() -> None:
+    for holds in (True, False):
+        world = World(First(holds=holds), window=1e9)
+        world.scheduler._shares.charge("light", 10.0, 0.0)
+        world.scheduler._shares.charge("heavy", 500.0, 0.0)
+        asked = replace(job(1, 1, tenant="heavy"), priority=2)
+        (out,) = world.scheduler.arrive(asked, 0.0)
+        assert out.rank == 4 + holds

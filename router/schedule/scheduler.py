@@ -319,7 +319,8 @@ class FleetScheduler:
         return before < LEAVES * window and memory.used < FILLS * memory.total
 
     def _rank(self, job: Job) -> int:
-        return job.priority * 2 + self._shares.floods(job.tenant)
+        """What goes first at a server is least. Shares are of those policies that hold."""
+        return job.priority * 2 + (self._policy.holds and self._shares.floods(job.tenant))
 
     def _steal(self, now: float) -> list[Dispatch]:
         """Servers that have nothing to do take from the longest queue what gains most by moving."""
