@@ -17,9 +17,9 @@ TOTAL = 1000
 def test_without_a_report_there_is_room() -> None:
     memory = Memory()
     memory.sent(1, 1 << 40)
-    assert memory.over(1 << 40) == 0 and memory.wait_s(1 << 40, 1.0) == 0
+    assert memory.room == inf and memory.wait_s(1 << 40, 1.0) == 0
     memory.reported(7, 0)  # a replica that does not say how much it has
-    assert memory.total == inf and memory.over(1 << 40) == 0
+    assert memory.total == inf and memory.room == inf
 
 
 def test_what_was_sent_counts_until_a_report_surely_does() -> None:

@@ -13,10 +13,11 @@ FULL = 0.95  # of the cache: what runs grows by a token a step
 
 
 class Memory:
-    """Pure. Tokens; `generated` by a request, as a moving average."""
+    """Pure. Tokens; `room` for more, `generated` by a request as a moving average."""
 
     def __init__(self) -> None:
         self.total: float = inf  # where it does not say
+        self.room: float = inf  # kept up to date: it is read far more often than it changes
         self.generated = 0.0
         self._used = 0  # by its last report
         self._reports = 0
@@ -33,6 +34,7 @@ class Memory:
         """A request was submitted that takes so many more than are there."""
         self._sent[ticket] = self._reports, tokens
         self._coming += tokens
+        self._sum()
 
     def ended(self, ticket: int, generated: int) -> None:
         """It ended, and frees what it took. Idempotent."""
@@ -44,6 +46,7 @@ class Memory:
             self._coming -= tokens
         elif generated:  # else it may not have run
             self._freed += tokens + generated
+        self._sum()
         if generated:
             self.generated += (RECENT if self.generated else 1.0) * (generated - self.generated)
 
@@ -53,15 +56,15 @@ class Memory:
         self._used, self.total = used, total or inf
         self._freed = 0
         self._coming = sum(size for at, size in self._sent.values() if not self._counts(at))
+        self._sum()
 
-    def over(self, tokens: float) -> float:
-        """By how much so many more would be too many."""
-        return max(0.0, self.used + tokens - FULL * self.total)
+    def _sum(self) -> None:
+        self.room = FULL * self.total - self.used
 
     def wait_s(self, tokens: float, step_s: float) -> float:
         """Seconds until there is room for so many: each that runs takes as many steps as it
         generates tokens, so that in one of them this part of a full cache becomes free."""
-        over = self.over(tokens)
+        over = max(0.0, tokens - self.room)
         return over * self.generated * step_s / (FULL * self.total) if over else 0.0
 
     def _counts(self, at: int) -> bool:

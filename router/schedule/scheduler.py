@@ -312,7 +312,7 @@ class FleetScheduler:
         window, memory = self._rules.window * server.chunk_tokens, server.memory
         if job.arrived < now - self._rules.starvation_s:
             return before < window
-        if server.sent and memory.over(uncached):
+        if server.sent and uncached > memory.room:
             return False
         if not self._shares.over(job.tenant):
             return before < window
@@ -328,7 +328,7 @@ class FleetScheduler:
         if not self._rules.steals or not self.waiting:
             return out
         for server in self.servers.values():
-            if len(server.queue) or server.outstanding.tokens or server.memory.over(0):
+            if len(server.queue) or server.outstanding.tokens or server.memory.room < 0:
                 continue
             victim = max(self.servers.values(), key=lambda server: server.queue.tokens)
             if not len(victim.queue):

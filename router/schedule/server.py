@@ -102,6 +102,8 @@ class Server:
     def _seconds(self, tokens: float) -> float:
         """Until so many more are computed."""
         seconds = (self.outstanding.tokens + tokens) * self.prefill_s_per_token
-        if self.requests:
-            seconds += self.step_s + self.memory.wait_s(tokens, self.step_s)
+        if self.sent or self.others:
+            seconds += self.step_s
+            if tokens > self.memory.room:
+                seconds += self.memory.wait_s(tokens, self.step_s)
         return seconds
