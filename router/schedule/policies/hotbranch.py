@@ -8,12 +8,12 @@ from xxhash import xxh3_64_intdigest
 
 from router.fleet.holder import Holder
 from router.schedule.job import Job
-from router.schedule.policies.pace import RECURRING, Pace
+from router.schedule.policies.pace import DEAREST, RECURRING, Pace
 from router.schedule.scheduler import Placement
 from router.schedule.server import Server
 
 LITTLE = 0.25  # of a prompt: a shorter match than this is no reason to follow it
-TOLERANCE = 0.2  # of a cost, and of the price of the prompt: what it may cost more to meet others
+TOLERANCE = 0.2  # of a cost, and of a prompt's price: what it may cost more to meet others, at most
 HEAVIEST = 1 << 64  # no digest is so large
 CROWD = 20.0  # steps that a request makes longer for each one that runs beside it
 
@@ -62,7 +62,7 @@ class Hotbranch:
                 cost + (depth - min(depths)) * server.prefill_s_per_token
                 for cost, depth, server in zip(costs, depths, servers, strict=True)
             ]
-            extra = TOLERANCE * min(1.0, self.pace.found / RECURRING)
+            extra = TOLERANCE * min(1.0, self.pace.found / RECURRING) * price / DEAREST
             slack = extra * price * job.tokens * servers[cheapest].prefill_s_per_token
             home, second = _rendezvous(job, servers, longest)
             if even[home] > (1 + extra) * even[second] + slack:
