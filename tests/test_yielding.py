@@ -1,10 +1,12 @@
 """Requests of priority above 0 make no step longer for others."""
 
+from collections.abc import Iterable
+
 import pytest
 from test_scheduler import Bench, prompt
 
 from replicas.radix.scheduler import YIELDS
-from replicas.radix.waiting import Policy
+from replicas.radix.waiting import Policy, Work
 
 POLICIES: tuple[Policy, ...] = ("fcfs", "longest_prefix", "least_uncached", "dfs_weight")
 
@@ -81,14 +83,20 @@ def test_nobody_waits_for_the_prefix_of_one_who_yields(policy: Policy) -> None:
     bench.check_quiet()
 
 
-def test_beside_a_prefill_who_waits_is_looked_at_only_where_one_goes_first() -> None:
+def test_beside_a_prefill_who_waits_is_looked_at_only_where_one_goes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = Bench(policy="longest_prefix", chunk=32)
     bench.add(prompt(64, seed=1), max_tokens=1)
     bench.step()
-    asked = []
-    waiting = bench.scheduler._waiting
-    look = waiting.next
-    waiting.next = lambda *given: asked.append(1) or look(*given)  # type: ignore[method-assign,func-returns-value]
+    asked: list[float] = []
+    look = bench.scheduler._waiting.next
+
+    def looked(now: float, running: Iterable[Work]) -> Work | None:
+        asked.append(now)
+        return look(now, running)
+
+    monkeypatch.setattr(bench.scheduler._waiting, "next", looked)
     bench.add(prompt(8, seed=2), max_tokens=1)
     bench.step()
     assert not asked

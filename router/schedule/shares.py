@@ -4,7 +4,8 @@ Deficit longest prefix match (Cao et al. 2025, "Locality-aware fair scheduling i
 order is free among tenants whose service does not lead that of the least served by more than a
 quantum. A deficit that is refilled for all at once is the same as a lead that is bounded. Those who
 ask for little are not among those that wait long enough to be led: what was charged lately says who
-takes more than his share of it, and such a tenant goes after all others.
+takes more than his share of it, and such a tenant goes after all others; one that floods the fleet
+does so at the replicas, too.
 """
 
 from collections import Counter
