@@ -8,7 +8,7 @@ step, in order: what the step produced for the requests, and what it changed in 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import Enum, IntEnum, auto
 from typing import Protocol
 
 
@@ -30,6 +30,25 @@ class Namespace:
     salt: str = ""
 
 
+class Form(Enum):
+    """How a structure is told; the names of the contract's Structure.form."""
+
+    JSON_SCHEMA = auto()
+    JSON_OBJECT = auto()
+    REGEX = auto()
+    CHOICES = auto()
+    GRAMMAR = auto()
+    STRUCTURAL_TAG = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What a reply must look like: one text, or several where it is one of CHOICES."""
+
+    form: Form
+    texts: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to choose tokens. `temperature` 0 is greedy; `top_k` 0 keeps all."""
@@ -48,11 +67,15 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `id` is unique within the engine; `prompt` is uint32 LE bytes."""
+    """One sequence to generate. `id` is unique within the engine; `prompt` is uint32 LE bytes.
+
+    `chat` is JSON for a parser of the reply, as the contract's Submit has it.
+    """
 
     id: int
     namespace: Namespace
@@ -60,6 +83,8 @@ class Request:
     sampling: Sampling
     priority: int = 0
     request_id: str = ""
+    rank: int = 0
+    chat: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +94,16 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A piece of a call that a parser found: the name comes once, the arguments in pieces."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
 
 
 @dataclass(slots=True)
@@ -83,6 +118,16 @@ class Output:
     logprobs: list[TokenLogprobs] | None = None
     stop_reason: str = ""
     error: str = ""
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCall] = ()
+
+
+class Tier(IntEnum):
+    """Where a block lies; the values of the contract's Tier."""
+
+    GPU = 0
+    CPU = 1
+    DISK = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +136,17 @@ class StoredRun:
 
     parent: int | None
     keys: Sequence[int]
+    rank: int = 0
+    tier: Tier = Tier.GPU
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedRun:
+    """Blocks no longer held."""
+
+    keys: Sequence[int]
+    rank: int = 0
+    tier: Tier = Tier.GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +167,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One engine step. Cache changes apply in order: stored, then evicted."""
+    """One engine step. Cache changes apply in order: wiped, stored, evicted."""
 
     number: int
     outputs: Sequence[Output]
     stored: Sequence[StoredRun]
-    evicted: Sequence[int]
+    evicted: Sequence[EvictedRun]
     load: Load
+    wiped: bool = False  # all that was held before is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +188,9 @@ class Facts:
     vocab_size: int
     ranks: int = 1
     chunk_tokens: int = 0  # prefilled in one step, at most; 0 when unknown
+    adapters: Sequence[str] = ()  # LoRA adapters, by name
+    structures: bool = False  # whether it holds replies to a Structure
+    parses: bool = False  # whether it finds tool calls or reasoning in replies
 
 
 class Engine(Protocol):
@@ -166,6 +226,15 @@ class Engine(Protocol):
 
     def flush(self) -> Future[None]:
         """Evict every block that no request uses; done once the evicting step was emitted."""
+
+    def sleep(self, discard_weights: bool) -> Future[None] | None:
+        """Drop the cache and give the device's memory back; None where the engine cannot.
+
+        Nothing is submitted before `wake`. Done once the step that says `wiped` was emitted.
+        """
+
+    def wake(self) -> Future[None] | None:
+        """Take the memory again; None where the engine cannot sleep."""
 
     def load(self) -> Load:
         """The load as of the last step, from any thread."""

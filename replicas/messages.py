@@ -11,7 +11,7 @@ from hotbranch.v1 import replica_pb2 as pb
 from hotbranch.v1 import serve_pb2
 from hotbranch.v1.cache_pb2 import CacheUpdate
 from hotbranch.v1.serve_pb2 import Delta, Submit
-from replicas.engine import Namespace, Output, Request, Sampling, StoredRun
+from replicas.engine import Form, Namespace, Output, Request, Sampling, StoredRun, Structure
 
 SNAPSHOT_KEYS = 1 << 14  # in one message; encoding more at once would hold the loop for too long
 
@@ -24,8 +24,10 @@ def invalid(submit: Submit, here: pb.Description) -> str:
         return f"model {submit.model!r} is not served here, {here.model!r} is"
     if submit.rank >= here.ranks:
         return f"there is no rank {submit.rank}, the ranks are {here.ranks}"
-    if submit.adapter:
+    if submit.adapter and submit.adapter not in here.adapters:
         return f"adapter {submit.adapter!r} is not loaded"
+    if sampling.HasField("structure") and not here.structures:
+        return f"the {here.engine} engine cannot hold a reply to a structure"
     if size % TOKEN_BYTES:
         return f"token_ids has {size} bytes, not a multiple of {TOKEN_BYTES}"
     if not count:
@@ -79,9 +81,31 @@ def to_request(id: int, submit: Submit) -> Request:
         ignore_eos=given.ignore_eos,
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         logit_bias=dict(given.logit_bias),
+        structure=_structure(given.structure),
     )
-    namespace = Namespace(submit.model, submit.adapter, submit.salt)
-    return Request(id, namespace, submit.token_ids, sampling, submit.priority, submit.request_id)
+    return Request(
+        id,
+        Namespace(submit.model, submit.adapter, submit.salt),
+        submit.token_ids,
+        sampling,
+        submit.priority,
+        submit.request_id,
+        submit.rank,
+        submit.chat,
+    )
+
+
+def _structure(given: serve_pb2.Structure) -> Structure | None:
+    form = given.WhichOneof("form")
+    match form:
+        case None:
+            return None
+        case "choices":
+            return Structure(Form.CHOICES, tuple(given.choices.texts))
+        case "json_object":
+            return Structure(Form.JSON_OBJECT) if given.json_object else None
+        case _:
+            return Structure(Form[form.upper()], (getattr(given, form),))
 
 
 def to_delta(ticket: int, output: Output) -> Delta:
@@ -93,7 +117,10 @@ def to_delta(ticket: int, output: Output) -> Delta:
         cached_tokens=output.cached_tokens,
         error=output.error,
         stop_reason=output.stop_reason,
+        reasoning=output.reasoning,
     )
+    for call in output.tool_calls:
+        delta.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
     for entry in output.logprobs or ():
         delta.logprobs.add(
             token_id=entry.token,
@@ -111,7 +138,7 @@ def to_snapshot(runs: Sequence[StoredRun], epoch: int, sequence: int) -> Iterato
         parent, start = run.parent, 0
         while start < len(run.keys):
             keys = run.keys[start : start + room]
-            update.snapshot.runs.add(parent=parent, keys=keys)
+            update.snapshot.runs.add(parent=parent, keys=keys, rank=run.rank, tier=run.tier)
             parent, start, room = keys[-1], start + len(keys), room - len(keys)
             if not room:
                 yield update

@@ -147,6 +147,9 @@ class ReplicaServer:
             version=__version__,
             key_check=key_check(),
             chunk_tokens=facts.chunk_tokens,
+            adapters=facts.adapters,
+            structures=facts.structures,
+            parses=facts.parses,
         )
 
     async def _supervise(self) -> None:
@@ -158,7 +161,8 @@ class ReplicaServer:
             sick_since = min(sick_since, loop.time()) if fault else math.inf
             if loop.time() - sick_since >= GIVE_UP_S and not self._failure.done():
                 self._failure.set_result(fault)
-            serving = not fault and not self._service.description.draining
+            here = self._service.description
+            serving = not (fault or here.draining or here.state)
             reply = health_pb2.HealthCheckResponse
             for name in ("", SERVICE):
                 await self._health.set(name, reply.SERVING if serving else reply.NOT_SERVING)

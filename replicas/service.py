@@ -36,6 +36,8 @@ FOREVER_S = 1e6
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+UNFIT = grpc.StatusCode.FAILED_PRECONDITION
+UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -176,6 +178,31 @@ class Service(replica_pb2_grpc.ReplicaServicer):
         await asyncio.shield(renewed)
         return pb.FlushReply(epoch=self.description.epoch)
 
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepReply:
+        if self._open:
+            await context.abort(UNFIT, f"{len(self._open)} requests are open")
+        asleep = self._engine.sleep(request.discard_weights)
+        if asleep is None:
+            await context.abort(UNIMPLEMENTED, self._cannot("sleep"))
+        self.description.state = pb.STATE_ASLEEP
+        try:
+            await _wait(asleep)
+        except Exception as error:
+            self.description.state = pb.STATE_SERVING
+            await context.abort(UNFIT, str(error))
+        return pb.SleepReply(epoch=self.description.epoch)
+
+    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeReply:
+        awake = self._engine.wake()
+        if awake is None:
+            await context.abort(UNIMPLEMENTED, self._cannot("sleep"))
+        await _wait(awake)
+        self.description.state = pb.STATE_SERVING
+        return pb.WakeReply()
+
+    def _cannot(self, what: str) -> str:
+        return f"the {self.description.engine} engine cannot {what}"
+
     async def drain(self, deadline_s: float) -> int:
         """Refuse submissions and wait for the open requests; how many are left at the deadline."""
         self.description.draining = True
@@ -242,6 +269,8 @@ class Service(replica_pb2_grpc.ReplicaServicer):
             return Rejection.REASON_INVALID, message
         if self.description.draining:
             return Rejection.REASON_DRAINING, "the replica is draining"
+        if self.description.state == pb.STATE_ASLEEP:
+            return Rejection.REASON_DRAINING, "the replica is asleep"
         if submit.deadline_s < 0:
             return Rejection.REASON_DEADLINE, "the deadline had passed on arrival"
         if self.fault:
@@ -284,6 +313,8 @@ class Service(replica_pb2_grpc.ReplicaServicer):
         self._engine.cancel(id)
 
     def _on_step(self, step: Step) -> None:
+        if step.wiped:
+            self._begin_epoch(())
         if step.stored or step.evicted:
             self._publish(step)
         self._step = step.number
@@ -328,9 +359,9 @@ class Service(replica_pb2_grpc.ReplicaServicer):
         update = CacheUpdate(epoch=self.description.epoch)
         update.delta.sequence = self._sequence
         for run in step.stored:
-            update.delta.stored.add(parent=run.parent, keys=run.keys)
-        if step.evicted:
-            update.delta.evicted.add(keys=step.evicted)
+            update.delta.stored.add(parent=run.parent, keys=run.keys, rank=run.rank, tier=run.tier)
+        for gone in step.evicted:
+            update.delta.evicted.add(keys=gone.keys, rank=gone.rank, tier=gone.tier)
         for watcher in self._watchers:
             watcher.put(update)
 
@@ -352,13 +383,16 @@ class Service(replica_pb2_grpc.ReplicaServicer):
         yield CacheUpdate(epoch=epoch, load=load)
 
     def _renew(self, renewed: asyncio.Future[None], runs: Sequence[StoredRun]) -> None:
+        self._begin_epoch(runs)
+        renewed.set_result(None)
+
+    def _begin_epoch(self, runs: Sequence[StoredRun]) -> None:
         """Start a new epoch at a snapshot; every watcher gets it."""
         self.description.epoch = new_epoch()
         self._sequence = 0
         self._metrics.new_epoch(self.description.epoch)
         for watcher in self._watchers:
             watcher.put_lazily(to_snapshot(runs, self.description.epoch, 0))
-        renewed.set_result(None)
 
     async def _namespace(
         self, request: pb.PinRequest | pb.UnpinRequest, context: Context

@@ -331,7 +331,7 @@ def test_pin_unpin_and_flush() -> None:
         assert engine.unpin(SPACE, tokens).result(WAIT_S) == 0
         engine.pin(SPACE, tokens, 60.0).result(WAIT_S)
         engine.flush().result(WAIT_S)
-        assert pinned <= set(client.steps[-1].evicted)  # emitted before the future was done
+        assert pinned <= set(client.steps[-1].evicted[0].keys)  # emitted before the future was done
         assert client.snapshot()[1] == set()
         load = engine.load()
         assert (load.used_blocks, load.cached_blocks) == (0, 0)
@@ -354,7 +354,7 @@ def test_changes_since_a_snapshot_make_the_next_snapshot() -> None:
                         assert run.parent is None or run.parent in view
                         assert not view & set(run.keys)
                         view.update(run.keys)
-                    for key in step.evicted:
+                    for key in (key for gone in step.evicted for key in gone.keys):
                         view.remove(key)
                 read = upto
                 assert view == truth

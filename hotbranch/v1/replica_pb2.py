@@ -26,35 +26,45 @@ from hotbranch.v1 import cache_pb2 as hotbranch_dot_v1_dot_cache__pb2
 from hotbranch.v1 import serve_pb2 as hotbranch_dot_v1_dot_serve__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ahotbranch/v1/replica.proto\x12\x0chotbranch.v1\x1a\x18hotbranch/v1/cache.proto\x1a\x18hotbranch/v1/serve.proto\"9\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x0c\n\x04salt\x18\x03 \x01(\t\"\x11\n\x0f\x44\x65scribeRequest\"\xb8\x02\n\x0b\x44\x65scription\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x06 \x01(\r\x12\x13\n\x0bmax_context\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\r\n\x05ranks\x18\n \x01(\r\x12\x17\n\x0fmetrics_address\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x11\n\tkey_check\x18\x0e \x01(\x06\x12\x14\n\x0c\x63hunk_tokens\x18\x0f \x01(\r\"Z\n\nPinRequest\x12*\n\tnamespace\x18\x01 \x01(\x0b\x32\x17.hotbranch.v1.Namespace\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"!\n\x08PinReply\x12\x15\n\rpinned_blocks\x18\x01 \x01(\r\"M\n\x0cUnpinRequest\x12*\n\tnamespace\x18\x01 \x01(\x0b\x32\x17.hotbranch.v1.Namespace\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"%\n\nUnpinReply\x12\x17\n\x0funpinned_blocks\x18\x01 \x01(\r\"\"\n\x0c\x44rainRequest\x12\x12\n\ndeadline_s\x18\x01 \x01(\x01\" \n\nDrainReply\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x0e\n\x0c\x46lushRequest\"\x1b\n\nFlushReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x32\xcf\x03\n\x07Replica\x12\x44\n\x08\x44\x65scribe\x12\x1d.hotbranch.v1.DescribeRequest\x1a\x19.hotbranch.v1.Description\x12\x41\n\x05Serve\x12\x19.hotbranch.v1.ClientFrame\x1a\x19.hotbranch.v1.ServerFrame(\x01\x30\x01\x12\x45\n\nWatchCache\x12\x1a.hotbranch.v1.WatchRequest\x1a\x19.hotbranch.v1.CacheUpdate0\x01\x12\x37\n\x03Pin\x12\x18.hotbranch.v1.PinRequest\x1a\x16.hotbranch.v1.PinReply\x12=\n\x05Unpin\x12\x1a.hotbranch.v1.UnpinRequest\x1a\x18.hotbranch.v1.UnpinReply\x12=\n\x05\x44rain\x12\x1a.hotbranch.v1.DrainRequest\x1a\x18.hotbranch.v1.DrainReply\x12=\n\x05\x46lush\x12\x1a.hotbranch.v1.FlushRequest\x1a\x18.hotbranch.v1.FlushReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ahotbranch/v1/replica.proto\x12\x0chotbranch.v1\x1a\x18hotbranch/v1/cache.proto\x1a\x18hotbranch/v1/serve.proto\"9\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x0c\n\x04salt\x18\x03 \x01(\t\"\x11\n\x0f\x44\x65scribeRequest\"\xa3\x03\n\x0b\x44\x65scription\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\r\n\x05model\x18\x03 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x06 \x01(\r\x12\x13\n\x0bmax_context\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x0e\n\x06\x65ngine\x18\t \x01(\t\x12\r\n\x05ranks\x18\n \x01(\r\x12\x17\n\x0fmetrics_address\x18\x0b \x01(\t\x12\x0f\n\x07version\x18\x0c \x01(\t\x12\x10\n\x08\x64raining\x18\r \x01(\x08\x12\x11\n\tkey_check\x18\x0e \x01(\x06\x12\x14\n\x0c\x63hunk_tokens\x18\x0f \x01(\r\x12\"\n\x05state\x18\x10 \x01(\x0e\x32\x13.hotbranch.v1.State\x12\x0f\n\x07problem\x18\x11 \x01(\t\x12\x10\n\x08\x61\x64\x61pters\x18\x12 \x03(\t\x12\x12\n\nstructures\x18\x13 \x01(\x08\x12\x0e\n\x06parses\x18\x14 \x01(\x08\"Z\n\nPinRequest\x12*\n\tnamespace\x18\x01 \x01(\x0b\x32\x17.hotbranch.v1.Namespace\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"!\n\x08PinReply\x12\x15\n\rpinned_blocks\x18\x01 \x01(\r\"M\n\x0cUnpinRequest\x12*\n\tnamespace\x18\x01 \x01(\x0b\x32\x17.hotbranch.v1.Namespace\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\"%\n\nUnpinReply\x12\x17\n\x0funpinned_blocks\x18\x01 \x01(\r\"\"\n\x0c\x44rainRequest\x12\x12\n\ndeadline_s\x18\x01 \x01(\x01\" \n\nDrainReply\x12\x12\n\nunfinished\x18\x01 \x01(\r\"\x0e\n\x0c\x46lushRequest\"\x1b\n\nFlushReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"\'\n\x0cSleepRequest\x12\x17\n\x0f\x64iscard_weights\x18\x01 \x01(\x08\"\x1b\n\nSleepReply\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\"\r\n\x0bWakeRequest\"\x0b\n\tWakeReply*\xab\x01\n\x05State\x12\x11\n\rSTATE_SERVING\x10\x00\x12\x11\n\rSTATE_LOADING\x10\x01\x12\x10\n\x0cSTATE_ASLEEP\x10\x02\x12\x19\n\x15STATE_MODEL_NOT_FOUND\x10\x03\x12\x17\n\x13STATE_OUT_OF_MEMORY\x10\x04\x12\x16\n\x12STATE_START_FAILED\x10\x05\x12\x0e\n\nSTATE_DEAD\x10\x06\x12\x0e\n\nSTATE_HUNG\x10\x07\x32\xca\x04\n\x07Replica\x12\x44\n\x08\x44\x65scribe\x12\x1d.hotbranch.v1.DescribeRequest\x1a\x19.hotbranch.v1.Description\x12\x41\n\x05Serve\x12\x19.hotbranch.v1.ClientFrame\x1a\x19.hotbranch.v1.ServerFrame(\x01\x30\x01\x12\x45\n\nWatchCache\x12\x1a.hotbranch.v1.WatchRequest\x1a\x19.hotbranch.v1.CacheUpdate0\x01\x12\x37\n\x03Pin\x12\x18.hotbranch.v1.PinRequest\x1a\x16.hotbranch.v1.PinReply\x12=\n\x05Unpin\x12\x1a.hotbranch.v1.UnpinRequest\x1a\x18.hotbranch.v1.UnpinReply\x12=\n\x05\x44rain\x12\x1a.hotbranch.v1.DrainRequest\x1a\x18.hotbranch.v1.DrainReply\x12=\n\x05\x46lush\x12\x1a.hotbranch.v1.FlushRequest\x1a\x18.hotbranch.v1.FlushReply\x12=\n\x05Sleep\x12\x1a.hotbranch.v1.SleepRequest\x1a\x18.hotbranch.v1.SleepReply\x12:\n\x04Wake\x12\x19.hotbranch.v1.WakeRequest\x1a\x17.hotbranch.v1.WakeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hotbranch.v1.replica_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_STATE']._serialized_start=1055
+  _globals['_STATE']._serialized_end=1226
   _globals['_NAMESPACE']._serialized_start=96
   _globals['_NAMESPACE']._serialized_end=153
   _globals['_DESCRIBEREQUEST']._serialized_start=155
   _globals['_DESCRIBEREQUEST']._serialized_end=172
   _globals['_DESCRIPTION']._serialized_start=175
-  _globals['_DESCRIPTION']._serialized_end=487
-  _globals['_PINREQUEST']._serialized_start=489
-  _globals['_PINREQUEST']._serialized_end=579
-  _globals['_PINREPLY']._serialized_start=581
-  _globals['_PINREPLY']._serialized_end=614
-  _globals['_UNPINREQUEST']._serialized_start=616
-  _globals['_UNPINREQUEST']._serialized_end=693
-  _globals['_UNPINREPLY']._serialized_start=695
-  _globals['_UNPINREPLY']._serialized_end=732
-  _globals['_DRAINREQUEST']._serialized_start=734
-  _globals['_DRAINREQUEST']._serialized_end=768
-  _globals['_DRAINREPLY']._serialized_start=770
-  _globals['_DRAINREPLY']._serialized_end=802
-  _globals['_FLUSHREQUEST']._serialized_start=804
-  _globals['_FLUSHREQUEST']._serialized_end=818
-  _globals['_FLUSHREPLY']._serialized_start=820
-  _globals['_FLUSHREPLY']._serialized_end=847
-  _globals['_REPLICA']._serialized_start=850
-  _globals['_REPLICA']._serialized_end=1313
+  _globals['_DESCRIPTION']._serialized_end=594
+  _globals['_PINREQUEST']._serialized_start=596
+  _globals['_PINREQUEST']._serialized_end=686
+  _globals['_PINREPLY']._serialized_start=688
+  _globals['_PINREPLY']._serialized_end=721
+  _globals['_UNPINREQUEST']._serialized_start=723
+  _globals['_UNPINREQUEST']._serialized_end=800
+  _globals['_UNPINREPLY']._serialized_start=802
+  _globals['_UNPINREPLY']._serialized_end=839
+  _globals['_DRAINREQUEST']._serialized_start=841
+  _globals['_DRAINREQUEST']._serialized_end=875
+  _globals['_DRAINREPLY']._serialized_start=877
+  _globals['_DRAINREPLY']._serialized_end=909
+  _globals['_FLUSHREQUEST']._serialized_start=911
+  _globals['_FLUSHREQUEST']._serialized_end=925
+  _globals['_FLUSHREPLY']._serialized_start=927
+  _globals['_FLUSHREPLY']._serialized_end=954
+  _globals['_SLEEPREQUEST']._serialized_start=956
+  _globals['_SLEEPREQUEST']._serialized_end=995
+  _globals['_SLEEPREPLY']._serialized_start=997
+  _globals['_SLEEPREPLY']._serialized_end=1024
+  _globals['_WAKEREQUEST']._serialized_start=1026
+  _globals['_WAKEREQUEST']._serialized_end=1039
+  _globals['_WAKEREPLY']._serialized_start=1041
+  _globals['_WAKEREPLY']._serialized_end=1052
+  _globals['_REPLICA']._serialized_start=1229
+  _globals['_REPLICA']._serialized_end=1815
 # @@protoc_insertion_point(module_scope)

@@ -1,11 +1,32 @@
 from hotbranch.v1 import cache_pb2 as _cache_pb2
 from hotbranch.v1 import serve_pb2 as _serve_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_SERVING: _ClassVar[State]
+    STATE_LOADING: _ClassVar[State]
+    STATE_ASLEEP: _ClassVar[State]
+    STATE_MODEL_NOT_FOUND: _ClassVar[State]
+    STATE_OUT_OF_MEMORY: _ClassVar[State]
+    STATE_START_FAILED: _ClassVar[State]
+    STATE_DEAD: _ClassVar[State]
+    STATE_HUNG: _ClassVar[State]
+STATE_SERVING: State
+STATE_LOADING: State
+STATE_ASLEEP: State
+STATE_MODEL_NOT_FOUND: State
+STATE_OUT_OF_MEMORY: State
+STATE_START_FAILED: State
+STATE_DEAD: State
+STATE_HUNG: State
 
 class Namespace(_message.Message):
     __slots__ = ("model", "adapter", "salt")
@@ -22,7 +43,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("replica_id", "epoch", "model", "tokenizer_fingerprint", "block_size", "capacity_blocks", "max_context", "vocab_size", "engine", "ranks", "metrics_address", "version", "draining", "key_check", "chunk_tokens")
+    __slots__ = ("replica_id", "epoch", "model", "tokenizer_fingerprint", "block_size", "capacity_blocks", "max_context", "vocab_size", "engine", "ranks", "metrics_address", "version", "draining", "key_check", "chunk_tokens", "state", "problem", "adapters", "structures", "parses")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +59,11 @@ class Description(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     KEY_CHECK_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    STRUCTURES_FIELD_NUMBER: _ClassVar[int]
+    PARSES_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     epoch: int
     model: str
@@ -53,7 +79,12 @@ class Description(_message.Message):
     draining: bool
     key_check: int
     chunk_tokens: int
-    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., engine: _Optional[str] = ..., ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., version: _Optional[str] = ..., draining: _Optional[bool] = ..., key_check: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    state: State
+    problem: str
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    structures: bool
+    parses: bool
+    def __init__(self, replica_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., block_size: _Optional[int] = ..., capacity_blocks: _Optional[int] = ..., max_context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., engine: _Optional[str] = ..., ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., version: _Optional[str] = ..., draining: _Optional[bool] = ..., key_check: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., state: _Optional[_Union[State, str]] = ..., problem: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., structures: _Optional[bool] = ..., parses: _Optional[bool] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("namespace", "token_ids", "ttl_s")
@@ -106,3 +137,23 @@ class FlushReply(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("discard_weights",)
+    DISCARD_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    discard_weights: bool
+    def __init__(self, discard_weights: _Optional[bool] = ...) -> None: ...
+
+class SleepReply(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class WakeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -71,6 +71,16 @@ class ReplicaStub:
                 request_serializer=hotbranch_dot_v1_dot_replica__pb2.FlushRequest.SerializeToString,
                 response_deserializer=hotbranch_dot_v1_dot_replica__pb2.FlushReply.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/hotbranch.v1.Replica/Sleep',
+                request_serializer=hotbranch_dot_v1_dot_replica__pb2.SleepRequest.SerializeToString,
+                response_deserializer=hotbranch_dot_v1_dot_replica__pb2.SleepReply.FromString,
+                _registered_method=True)
+        self.Wake = channel.unary_unary(
+                '/hotbranch.v1.Replica/Wake',
+                request_serializer=hotbranch_dot_v1_dot_replica__pb2.WakeRequest.SerializeToString,
+                response_deserializer=hotbranch_dot_v1_dot_replica__pb2.WakeReply.FromString,
+                _registered_method=True)
 
 
 class ReplicaServicer:
@@ -127,6 +137,21 @@ class ReplicaServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Gives the GPU's memory back, or takes it again. A replica that sleeps caches nothing, says so
+        with a new epoch, and is not serving. UNIMPLEMENTED where the engine cannot,
+        FAILED_PRECONDITION while it has requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Wake(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,6 +189,16 @@ def add_ReplicaServicer_to_server(servicer, server):
                     servicer.Flush,
                     request_deserializer=hotbranch_dot_v1_dot_replica__pb2.FlushRequest.FromString,
                     response_serializer=hotbranch_dot_v1_dot_replica__pb2.FlushReply.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=hotbranch_dot_v1_dot_replica__pb2.SleepRequest.FromString,
+                    response_serializer=hotbranch_dot_v1_dot_replica__pb2.SleepReply.SerializeToString,
+            ),
+            'Wake': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wake,
+                    request_deserializer=hotbranch_dot_v1_dot_replica__pb2.WakeRequest.FromString,
+                    response_serializer=hotbranch_dot_v1_dot_replica__pb2.WakeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -355,6 +390,60 @@ class Replica:
             '/hotbranch.v1.Replica/Flush',
             hotbranch_dot_v1_dot_replica__pb2.FlushRequest.SerializeToString,
             hotbranch_dot_v1_dot_replica__pb2.FlushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotbranch.v1.Replica/Sleep',
+            hotbranch_dot_v1_dot_replica__pb2.SleepRequest.SerializeToString,
+            hotbranch_dot_v1_dot_replica__pb2.SleepReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotbranch.v1.Replica/Wake',
+            hotbranch_dot_v1_dot_replica__pb2.WakeRequest.SerializeToString,
+            hotbranch_dot_v1_dot_replica__pb2.WakeReply.FromString,
             options,
             channel_credentials,
             insecure,

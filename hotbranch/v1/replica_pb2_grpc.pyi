@@ -57,6 +57,12 @@ class ReplicaStub:
     """Refuses new submissions and returns when running requests are done or the deadline has passed."""
     Flush: _grpc.UnaryUnaryMultiCallable[_replica_pb2.FlushRequest, _replica_pb2.FlushReply]
     """Drops every cached block that no request uses, and starts a new epoch."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_replica_pb2.SleepRequest, _replica_pb2.SleepReply]
+    """Gives the GPU's memory back, or takes it again. A replica that sleeps caches nothing, says so
+    with a new epoch, and is not serving. UNIMPLEMENTED where the engine cannot,
+    FAILED_PRECONDITION while it has requests.
+    """
+    Wake: _grpc.UnaryUnaryMultiCallable[_replica_pb2.WakeRequest, _replica_pb2.WakeReply]
 
 @_typing.type_check_only
 class ReplicaAsyncStub(ReplicaStub):
@@ -80,6 +86,12 @@ class ReplicaAsyncStub(ReplicaStub):
     """Refuses new submissions and returns when running requests are done or the deadline has passed."""
     Flush: _aio.UnaryUnaryMultiCallable[_replica_pb2.FlushRequest, _replica_pb2.FlushReply]  # type: ignore[assignment]
     """Drops every cached block that no request uses, and starts a new epoch."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_replica_pb2.SleepRequest, _replica_pb2.SleepReply]  # type: ignore[assignment]
+    """Gives the GPU's memory back, or takes it again. A replica that sleeps caches nothing, says so
+    with a new epoch, and is not serving. UNIMPLEMENTED where the engine cannot,
+    FAILED_PRECONDITION while it has requests.
+    """
+    Wake: _aio.UnaryUnaryMultiCallable[_replica_pb2.WakeRequest, _replica_pb2.WakeReply]  # type: ignore[assignment]
 
 class ReplicaServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -142,5 +154,23 @@ class ReplicaServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.FlushReply, _abc.Awaitable[_replica_pb2.FlushReply]]:
         """Drops every cached block that no request uses, and starts a new epoch."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _replica_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.SleepReply, _abc.Awaitable[_replica_pb2.SleepReply]]:
+        """Gives the GPU's memory back, or takes it again. A replica that sleeps caches nothing, says so
+        with a new epoch, and is not serving. UNIMPLEMENTED where the engine cannot,
+        FAILED_PRECONDITION while it has requests.
+        """
+
+    @_abc_1.abstractmethod
+    def Wake(
+        self,
+        request: _replica_pb2.WakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replica_pb2.WakeReply, _abc.Awaitable[_replica_pb2.WakeReply]]: ...
 
 def add_ReplicaServicer_to_server(servicer: ReplicaServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

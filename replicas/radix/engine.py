@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from replicas.engine import Facts, Finish, Load, Namespace, Output, Request, Step, StoredRun
+from replicas.engine import (
+    EvictedRun,
+    Facts,
+    Finish,
+    Load,
+    Namespace,
+    Output,
+    Request,
+    Step,
+    StoredRun,
+)
 from replicas.radix.scheduler import Advance, Limits, NeverRuns, Scheduler
 from replicas.radix.sequence import Chunk, Sampled, Sequence
 
@@ -149,6 +159,12 @@ class RadixEngine:
 
     def flush(self) -> "Future[None]":
         return self._call(lambda: self._scheduler.flush(time.monotonic()))
+
+    def sleep(self, discard_weights: bool) -> None:
+        return None
+
+    def wake(self) -> None:
+        return None
 
     def load(self) -> Load:
         return self._load
@@ -307,7 +323,8 @@ class RadixEngine:
             self._step += 1
             stored, evicted = changes.drain()
             outputs, self._outputs = self._outputs, []
-            self._emit(Step(self._step, outputs, stored, evicted, self._load))
+            gone = [EvictedRun(evicted)] if evicted else []
+            self._emit(Step(self._step, outputs, stored, gone, self._load))
         replies, self._replies = self._replies, []
         for reply in replies:
             reply()
