@@ -15,9 +15,9 @@ from ledger_runner import LedgerRunner
 from hotbranch.keys import block_keys, root
 from hotbranch.settings import ReplicaSettings
 from replicas.engine import Finish, Namespace, Output, Request, Sampling, Step, StoredRun
-from replicas.radix.engine import RadixEngine, StepCost
+from replicas.radix.engine import RadixEngine
 from replicas.radix.scheduler import Limits
-from replicas.radix.sequence import Chunk, Sampled, Sequence
+from replicas.radix.sequence import Chunk, Sampled
 
 SIZE = 4
 WAIT_S = 60.0
@@ -408,27 +408,6 @@ def test_requests_and_cancels_from_many_threads_each_end_once() -> None:
         finishes = {client.outputs[id][-1].finish for id in ids}
         assert finishes == {Finish.LENGTH, Finish.CANCELLED}
         assert client.engine.load().cached_blocks == client.engine.load().used_blocks == 0
-
-
-def test_step_cost_tells_prefill_from_decode() -> None:
-    sequence = Sequence(Request(1, SPACE, b"", Sampling(1)), array("I"), 0, 0.0)
-    cost = StepCost()
-    assert (cost.step_s, cost.prefill_s_per_token) == (0.0, 0.0)
-    decode, prefill = Chunk(sequence, 5, 6), Chunk(sequence, 0, 100)
-    cost.observe([Chunk(sequence, 0, 2)], 0.03)
-    assert cost.prefill_s_per_token == 0.0, "a first short prompt tells of a step, not of tokens"
-    for _ in range(50):
-        cost.observe([decode, decode], 0.01)
-        cost.observe([prefill], 0.21)
-        cost.observe([decode, prefill], 0.21)
-    assert cost.step_s == pytest.approx(0.01)
-    assert cost.prefill_s_per_token == pytest.approx(0.002)
-    short = Chunk(sequence, 0, 10)
-    for _ in range(50):
-        cost.observe([short], 0.03)
-    assert cost.prefill_s_per_token == pytest.approx(0.002), "a short suffix is not dearer"
-    cost.observe([decode], 0.02)
-    assert 0.01 < cost.step_s < 0.02
 
 
 def test_limits_follow_the_settings() -> None:

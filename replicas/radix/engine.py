@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,13 +23,12 @@ from replicas.engine import (
     StoredRun,
 )
 from replicas.radix.scheduler import Advance, Limits, NeverRuns, Scheduler
-from replicas.radix.sequence import Chunk, Sampled, Sequence
+from replicas.radix.sequence import Chunk, Sampled, Sequence, prefill_tokens
+from replicas.step_cost import StepCost
 
 T = TypeVar("T")
 
 FAILURES = 3  # failed steps in a row that make the engine unhealthy
-DECAY = 0.9  # weight of the past in the moving averages
-TELLING = 128  # tokens of prefill that take longer than what any step takes
 
 logger = logging.getLogger(__name__)
 
@@ -61,30 +60,6 @@ class _Stream:
     sequence: Sequence
     text: Text
     told: bool = False
-
-
-class StepCost:
-    """Measured cost of steps, as moving averages. 0 until measured."""
-
-    def __init__(self) -> None:
-        self.step_s = 0.0  # of a step that only decodes
-        self._prefill_s = self._prefill_tokens = 0.0
-
-    @property
-    def prefill_s_per_token(self) -> float:
-        return self._prefill_s / self._prefill_tokens if self._prefill_tokens else 0.0
-
-    def observe(self, chunks: Iterable[Chunk], seconds: float) -> None:
-        prefill = sum(n for chunk in chunks if (n := chunk.end - chunk.start) > 1)
-        if not prefill:
-            self.step_s = DECAY * self.step_s + (1 - DECAY) * seconds if self.step_s else seconds
-            return
-        if not self.step_s and prefill < TELLING:
-            return  # most of it is the step itself, of which nothing is known yet
-        # Reading the weights costs a step, whatever it computes: without taking that off, a replica
-        # that sees only short suffixes would look slow. For the same reason sums decay, not ratios.
-        self._prefill_s = DECAY * self._prefill_s + max(0.0, seconds - self.step_s)
-        self._prefill_tokens = DECAY * self._prefill_tokens + prefill
 
 
 class RadixEngine:
@@ -257,7 +232,7 @@ class RadixEngine:
         now = time.monotonic()
         if chunks:
             self._failures = 0
-            self._cost.observe(chunks, now - start)
+            self._cost.observe(prefill_tokens(chunks), now - start)
         for advance in scheduler.commit(chunks, sampled, now):
             self._advance(advance, now)
 

@@ -1,6 +1,7 @@
 """One request while the engine works on it, and the unit of work that a runner gets."""
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from replicas.engine import Request, TokenLogprobs
@@ -38,6 +39,11 @@ class Chunk:
     @property
     def samples(self) -> bool:
         return self.end == len(self.sequence.tokens)
+
+
+def prefill_tokens(chunks: Iterable[Chunk]) -> int:
+    """Tokens of the chunks that do more than decode."""
+    return sum(size for chunk in chunks if (size := chunk.end - chunk.start) > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,16 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Literal
+from typing import Literal, Protocol
 
 from hotbranch.keys import TOKEN_BYTES
+from replicas.engine import Namespace
 from replicas.radix.sequence import Sequence
-from replicas.radix.tree import Node, RadixTree, common_blocks
+from replicas.radix.tree import Node, common_blocks
 
 REMATCHED = 16  # requests matched against the tree again in one step, at most
 
@@ -18,6 +20,31 @@ WINDOW = 128  # requests that dfs_weight puts in order, the oldest; matching all
 SAVING = ("longest_prefix", "dfs_weight")  # policies that save blocks from eviction
 
 Policy = Literal["fcfs", "longest_prefix", "least_uncached", "dfs_weight"]
+
+
+class Point(Protocol):
+    """A place on a path of the cache; the older of two has the smaller serial."""
+
+    @property
+    def serial(self) -> int: ...
+
+
+class Cache(Protocol):
+    """What is cached, as far as the order of admission needs it: a `RadixTree`, or what is known of
+    another engine's cache. `version` changes with what is in it."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+
+    def resident(self, namespace: Namespace, tokens: bytes, limit: int) -> int:
+        """Cached leading tokens of `tokens`, whole blocks within `limit`."""
+
+    def path(self, namespace: Namespace, tokens: bytes, limit: int) -> Seq[Point]:
+        """Where they lie, from the root on."""
+
+
 Order = tuple[int, int, int, float, int, "Work"]
 
 
@@ -69,10 +96,10 @@ class WaitingQueue:
     `tokens` sums what they have to prefill, `length` all their tokens.
     """
 
-    def __init__(self, tree: RadixTree, policy: Policy, starvation_s: float) -> None:
+    def __init__(self, cache: Cache, policy: Policy, starvation_s: float) -> None:
         self.tokens = 0
         self.length = 0
-        self._tree = tree
+        self._cache = cache
         self._policy = policy
         self._starvation_s = starvation_s
         self._works: dict[int, Work] = {}  # by arrival, but for the preempted
@@ -147,11 +174,11 @@ class WaitingQueue:
 
     def _rematch(self, work: Work) -> bool:
         """Bring the match up to date; whether it changed."""
-        if work.seen == self._tree.version:
+        if work.seen == self._cache.version:
             return False
-        work.seen = self._tree.version
+        work.seen = self._cache.version
         namespace, limit = work.sequence.request.namespace, len(work.sequence.tokens) - 1
-        matched = self._tree.resident(namespace, work.data, limit)
+        matched = self._cache.resident(namespace, work.data, limit)
         if matched == work.matched:
             return False
         self._expect(work, matched)
@@ -202,8 +229,8 @@ class WaitingQueue:
                 if work.entry is not None:
                     self._push(work)
 
-    def _path(self, work: Work) -> list[Node]:
-        return self._tree.path(work.sequence.request.namespace, work.data, work.matched)
+    def _path(self, work: Work) -> Seq[Point]:
+        return self._cache.path(work.sequence.request.namespace, work.data, work.matched)
 
     def _reorder(self) -> None:
         works = [entry[-1] for entry in self._heap if entry[-1].entry is entry]
@@ -231,7 +258,7 @@ class WaitingQueue:
         """
         if self._policy == "fcfs":
             return False
-        block = self._tree.block_size
+        block = self._cache.block_size
         width = block * TOKEN_BYTES
         mine = work.data[: (len(work.data) - TOKEN_BYTES) // width * width]
         at = work.matched * TOKEN_BYTES

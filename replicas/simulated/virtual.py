@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicas.engine import Load, Request, StoredRun
-from replicas.radix.engine import StepCost
 from replicas.radix.scheduler import Advance, Limits, Scheduler
-from replicas.radix.sequence import Chunk, Sampled
+from replicas.radix.sequence import Chunk, Sampled, prefill_tokens
 from replicas.simulated.profile import Profile
+from replicas.step_cost import StepCost
 
 TOKEN = Sampled(1)
 
@@ -53,7 +53,7 @@ class VirtualReplica:
     def end(self, now: float) -> Stepped:
         """The step that was begun has been computed."""
         chunks, self._chunks, self.stepping = self._chunks, [], False
-        self._cost.observe(chunks, now - self._began)
+        self._cost.observe(prefill_tokens(chunks), now - self._began)
         samples = [TOKEN if chunk.samples else None for chunk in chunks]
         advances = self.scheduler.commit(chunks, samples, now)
         return Stepped(advances, *self.scheduler.tree.changes.drain())
