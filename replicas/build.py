@@ -23,7 +23,18 @@ def build_engine(settings: EngineSettings) -> tuple[Engine, str, str]:
 
     Raises ModelError, OSError or ValueError, each with one line for the user.
     """
+    if settings.engine_args and settings.engine != "vllm":
+        raise ValueError(f"--engine-args are for the vllm engine, not for {settings.engine}")
     name, directory = resolve_model(settings.model, settings.cache_dir)
+    if settings.engine == "vllm":
+        try:
+            from replicas.vllm.start import load_vllm  # only now, and only where it is installed
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"the vllm engine needs {error.name}, which is not installed"
+            ) from None
+        served = settings.served_name or name
+        return load_vllm(settings, directory, served), served, fingerprint(directory)
     build = simulated if settings.engine == "simulated" else radix
     engine = build(settings, directory, Tokenizer.from_file(str(directory / "tokenizer.json")))
     return engine, settings.served_name or name, fingerprint(directory)

@@ -108,7 +108,10 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Output:
-    """What one step adds to one request. `cached_tokens` comes with the first output only."""
+    """What one step adds to one request. `cached_tokens` comes with the first output only.
+
+    `refused` with ERROR: the request can never run as it is.
+    """
 
     id: int
     tokens: list[int]
@@ -118,6 +121,7 @@ class Output:
     logprobs: list[TokenLogprobs] | None = None
     stop_reason: str = ""
     error: str = ""
+    refused: bool = False
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
 
@@ -191,6 +195,23 @@ class Facts:
     adapters: Sequence[str] = ()  # LoRA adapters, by name
     structures: bool = False  # whether it holds replies to a Structure
     parses: bool = False  # whether it finds tool calls or reasoning in replies
+
+
+class Fault(Enum):
+    """Why no engine could be built."""
+
+    MODEL_NOT_FOUND = auto()
+    OUT_OF_MEMORY = auto()
+    BAD_SETTINGS = auto()  # they cannot work with this model or on this machine
+    START_FAILED = auto()  # for a reason that nobody foresaw
+
+
+class StartError(Exception):
+    """No engine could be built; the message is one line for the user."""
+
+    def __init__(self, fault: Fault, message: str) -> None:
+        super().__init__(message)
+        self.fault = fault
 
 
 class Engine(Protocol):

@@ -329,7 +329,10 @@ class Service(replica_pb2_grpc.ReplicaServicer):
             if stream := entry.stream:
                 if stream not in frames:
                     frames[stream] = ServerFrame(step=step.number)
-                frames[stream].deltas.append(to_delta(entry.ticket, output))
+                if output.refused:
+                    frames[stream].rejections.append(self._refused(entry.ticket, output.error))
+                else:
+                    frames[stream].deltas.append(to_delta(entry.ticket, output))
             if output.finish:
                 del self._open[output.id]
                 if stream:
@@ -338,6 +341,11 @@ class Service(replica_pb2_grpc.ReplicaServicer):
             self._send(stream, frame)
         if not self._open:
             self._idle.set()
+
+    def _refused(self, ticket: int, message: str) -> Rejection:
+        """What the engine alone could see was wrong with a submission."""
+        self._metrics.rejected(Rejection.Reason.Name(Rejection.REASON_INVALID))
+        return Rejection(ticket=ticket, reason=Rejection.REASON_INVALID, message=message)
 
     def _measure(self, entry: Open, output: Output, now: float) -> None:
         metrics = self._metrics
