@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    start_http_server,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -56,6 +64,8 @@ class Metrics:
     def __init__(self, facts: Facts, model: str, load: Callable[[], Load]) -> None:
         self.registry = registry = CollectorRegistry()
         registry.register(_LoadCollector(load))
+        if facts.engine == "vllm":
+            registry.register(REGISTRY)  # vLLM's own metrics, in the process's registry
         build = Info(f"{PREFIX}_build", "What runs here.", registry=registry)
         build.info({"version": __version__, "engine": facts.engine, "model": model})
 

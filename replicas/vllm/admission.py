@@ -128,9 +128,10 @@ class Admission:
         self.context_tokens += tokens
 
     def end(self, id: int) -> bool:
-        """A request ends, wherever it is; whether it was in vLLM."""
+        """A request ends, wherever it is; whether it was here."""
         if (work := self._waiting.pop(id, None)) is not None:
             self._queue.remove(work)
+            return True
         admitted = self._admitted.pop(id, None)
         if admitted is not None:
             self.context_tokens -= admitted.work.sequence.computed

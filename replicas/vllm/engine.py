@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvloop
-from hotbranch.kv_events.decode import Batch
-from hotbranch.kv_events.subscribe import Subscription
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
@@ -25,6 +23,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from hotbranch.kv_events.decode import Batch
+from hotbranch.kv_events.subscribe import Subscription
 from replicas.engine import (
     EvictedRun,
     Facts,
@@ -313,6 +313,7 @@ class VllmEngine:
             stream.parsing.push(told)
         if told.finish is not None:
             del self._streams[id]
+            self._release(stream)
 
     def _output(self, stream: _Stream) -> Output:
         output = Output(stream.request.id, [], "")
@@ -344,8 +345,10 @@ class VllmEngine:
             del self._streams[id]
 
     def _release(self, stream: _Stream) -> None:
-        stream.rank.admission.end(stream.request.id)
-        self._pump(stream.rank)
+        """It is not in vLLM, nor waits for it, any more."""
+        if stream.rank.admission.end(stream.request.id):
+            self._schedule()
+            self._pump(stream.rank)
 
     async def _touch(self, rank: Rank, pin: Pin) -> None:
         """Use a pinned prefix, so that vLLM evicts others first."""
@@ -382,6 +385,8 @@ class VllmEngine:
             self._loop.call_soon(self._publish)
 
     def _publish(self) -> None:
+        if not self._ranks:
+            return  # it is not open yet, or could not be opened
         pending, self._pending = self._pending, _Pending()
         changes = [rank.drain() for rank in self._ranks]
         self._load = total([rank.load() for rank in self._ranks])

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from hotbranch.kv_events.decode import Batch
 from hotbranch.kv_events.translate import Translator
-
 from replicas.engine import EvictedRun, Load, StoredRun, Tier
 from replicas.radix.waiting import Policy
 from replicas.step_cost import StepCost
@@ -47,16 +46,21 @@ class Rank:
         starvation_s: float,
     ) -> None:
         self.number = number
-        self.used_blocks = 0  # by requests
         self.mirror = Mirror(block_size)
         self.admission = Admission(self.mirror, room, policy, starvation_s)
         self.pins = Pins(self.mirror, room.blocks)
         self._blocks = room.blocks
+        self._used_blocks = 0
         self._translator = Translator(model, block_size)
         self._cost = StepCost()
         self._wiped = False
         self._stored: list[StoredRun] = []
         self._evicted: list[EvictedRun] = []
+
+    @property
+    def used_blocks(self) -> int:
+        """Held by requests. vLLM tells of each step as it ends, not of what it frees after it."""
+        return self._used_blocks if self.admission.running else 0
 
     def received(self, batch: Batch) -> None:
         """Events came, in order and without a gap."""
@@ -80,7 +84,7 @@ class Rank:
 
     def stepped(self, step: Stepped) -> None:
         """A step is over."""
-        self.used_blocks = round(step.usage * self._blocks)
+        self._used_blocks = round(step.usage * self._blocks)
         if step.seconds:
             self._cost.observe(step.prefill, step.seconds)
         if step.prefill:
