@@ -10,7 +10,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from replicas.vllm.rank import Stepped
 
 
-class Stats(StatLoggerBase):
+class Stats(StatLoggerBase):  # type: ignore[misc]  # where types are checked there is no vLLM
     """Hands every step of one rank on. vLLM makes one for each rank, through `factory`."""
 
     def __init__(self, rank: int, stepped: Callable[[Stepped], None]) -> None:
