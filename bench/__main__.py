@@ -8,6 +8,7 @@ BENCHMARKS = {
     "fleet": "every routing policy on a simulated fleet",
     "engine": "the engine, beside vLLM on the same CPU",
     "index": "a decision of the index, beside NVIDIA Dynamo's",
+    "vllm": "real vLLM behind our router, round robin, sglang-router and smg",
     "smoke": "a cluster driven by the openai client",
 }
 MODULES = {"fleet": "bench.fleet.sweep"}
