@@ -1,9 +1,10 @@
 """Two vLLM servers behind our router, round robin and other gateways: `python -m bench vllm`.
 
 Everybody asks the same questions about the same documents, of which one server can hold about half:
-placed well, each document is computed once; placed badly, again and again. A fixed number of requests
-is always open. Policies play in turn, forth and back, on caches that are emptied in between. What is
-cached is vLLM's own count. The last line is JSON: policy, metric; exit 1 where ours is not the best.
+placed well, each document is computed once; placed badly, again and again. A fixed number of
+requests is always open. Policies play in turn, forth and back, on caches that are emptied in
+between. What is cached is vLLM's own count. The last line is JSON: policy, metric; exit 1 where
+ours is not the best.
 
 Needs `make peers` and two cores: each server has one.
 """

@@ -62,7 +62,9 @@ class Hotbranch:
                 cost + (depth - min(depths)) * server.prefill_s_per_token
                 for cost, depth, server in zip(costs, depths, servers, strict=True)
             ]
-            extra = TOLERANCE * min(1.0, self.pace.found / RECURRING) * price / DEAREST
+            # One of many routers sees too little to tell that work is cheap.
+            dear = price / DEAREST if self.pace.alone else 1.0
+            extra = TOLERANCE * min(1.0, self.pace.found / RECURRING) * dear
             slack = extra * price * job.tokens * servers[cheapest].prefill_s_per_token
             home, second = _rendezvous(job, servers, longest)
             if even[home] > (1 + extra) * even[second] + slack:
