@@ -55,8 +55,9 @@ async def start_replica(
     runner = GatedRunner(kv_tokens // block_size, block_size)
     limits = Limits.of(settings, max_context=1024)
     engine = RadixEngine(limits, runner, frozenset(), lambda request: Letters(1), vocabulary)
-    server = ReplicaServer(engine, settings, model, fingerprint)
+    server = ReplicaServer(settings)
     await server.start()
+    await server.load(lambda: (engine, model, fingerprint))
     return Replica(server, engine, runner)
 
 

@@ -63,6 +63,7 @@ class Admin:
             "replica_id": link.replica_id,
             "address": link.address,
             "state": link.state,
+            "reported_state": link.reported_state,
             "problem": link.problem,
             "model": description.model if description else "",
             "engine": description.engine if description else "",
