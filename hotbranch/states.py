@@ -2,21 +2,11 @@
 
 from collections.abc import Mapping
 
-from hotbranch.v1.replica_pb2 import (
-    STATE_LOADING,
-    STATE_MODEL_NOT_FOUND,
-    STATE_OUT_OF_MEMORY,
-    STATE_START_FAILED,
-    State,
-)
+from hotbranch.v1.replica_pb2 import STATE_LOADING, State
 
 NAMES: Mapping[int, str] = {
     number: name.removeprefix("STATE_").lower() for name, number in State.items()
 }
-# Without an engine: such a replica answers only what it is.
-UNLOADED = frozenset(
-    {STATE_LOADING, STATE_MODEL_NOT_FOUND, STATE_OUT_OF_MEMORY, STATE_START_FAILED}
-)
 
 
 def in_words(name: str) -> str:

@@ -16,7 +16,10 @@ STATES = {
     Fault.BAD_SETTINGS: pb.STATE_START_FAILED,
     Fault.START_FAILED: pb.STATE_START_FAILED,
 }
+UNLOADED = frozenset({pb.STATE_LOADING, *STATES.values()})  # there is no engine
 SICK = frozenset({pb.STATE_DEAD, pb.STATE_HUNG})
+
+LOADING = "the engine is loading"
 
 Answer = tuple[grpc.StatusCode, str]  # OK, or why not
 DONE: Answer = (grpc.StatusCode.OK, "")
@@ -129,7 +132,7 @@ class Condition:
         """The engine, where there is one and it is not sick."""
         here = self.description
         if self._engine is None or self.sick:
-            return None, (grpc.StatusCode.UNAVAILABLE, here.problem or "the engine is not loaded")
+            return None, (grpc.StatusCode.UNAVAILABLE, here.problem or LOADING)
         return self._engine, DONE
 
     def _cannot_sleep(self) -> Answer:

@@ -2,9 +2,12 @@
 
 import asyncio
 import logging
+import multiprocessing
+import os
 import signal
 import sys
 from functools import partial
+from typing import NoReturn
 
 import uvloop
 
@@ -38,18 +41,29 @@ def run(settings: ReplicaSettings) -> int:
         key_check()
     except (OSError, ValueError) as error:
         return _complain(error, UNUSABLE)
-    return uvloop.run(serve(ReplicaServer(settings), partial(build, settings)))
+    server = ReplicaServer(settings)
+    status = uvloop.run(_run(server, partial(build, settings)))
+    if server.abandoned:
+        _exit(status)
+    return status
 
 
 def build(settings: ReplicaSettings) -> tuple[Engine, str, str]:
-    """See `replicas.build.build_engine`, which torch, with the seconds it takes, comes with."""
-    from replicas.build import build_engine
+    """See `replicas.build.build_engine`."""
+    from replicas.build import build_engine  # only now: torch takes seconds
 
     return build_engine(settings)
 
 
-async def serve(server: ReplicaServer, build: Build) -> int:
-    """Serve the engine until it fails or a signal comes; the exit status."""
+def _exit(status: int) -> NoReturn:
+    """End at once: Python would wait for native code on the thread left behind, or crash in it."""
+    for child in multiprocessing.active_children():  # of an engine
+        child.terminate()
+    logging.shutdown()
+    os._exit(status)
+
+
+async def _run(server: ReplicaServer, build: Build) -> int:
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)

@@ -76,6 +76,7 @@ class ReplicaServer:
     def __init__(self, settings: ReplicaSettings) -> None:
         self.address = ""  # host:port, known once started
         self.metrics_address = ""
+        self.abandoned = False  # whether a thread was left behind in the middle of its work
         self._settings = settings
         self._engine: Engine | None = None
         self._description = pb.Description(
@@ -131,6 +132,9 @@ class ReplicaServer:
             engine, model, fingerprint = await _on_a_thread(build)
             full = self._describe(engine.facts, model, fingerprint)
             engine.start(self._service.emit)
+        except asyncio.CancelledError:
+            self.abandoned = True
+            raise
         except Exception as error:
             fault = error if isinstance(error, StartError) else _unforeseen(error)
             self._service.condition.fail(fault)
@@ -168,7 +172,8 @@ class ReplicaServer:
         stopper = threading.Thread(target=self._engine.stop, name="engine-stop", daemon=True)
         stopper.start()
         await asyncio.to_thread(stopper.join, ENGINE_STOP_S)
-        if stopper.is_alive():
+        self.abandoned = stopper.is_alive()
+        if self.abandoned:
             log.error("the engine hangs in a step; it is left behind")
 
     def _describe(self, facts: Facts, model: str, fingerprint: str) -> pb.Description:

@@ -19,12 +19,11 @@ from prometheus_client import Gauge
 
 from hotbranch.keys import TOKEN_BYTES
 from hotbranch.settings import EngineSettings
-from hotbranch.states import UNLOADED
 from hotbranch.v1 import cache_pb2, replica_pb2_grpc
 from hotbranch.v1 import replica_pb2 as pb
 from hotbranch.v1.cache_pb2 import CacheUpdate, WatchRequest
 from hotbranch.v1.serve_pb2 import ClientFrame, Rejection, ServerFrame, Submit
-from replicas.condition import Answer, Condition, wait
+from replicas.condition import LOADING, UNLOADED, Answer, Condition, wait
 from replicas.engine import Engine, Namespace, Output, Step, StoredRun
 from replicas.messages import invalid, to_delta, to_request, to_snapshot
 from replicas.metrics import Metrics
@@ -159,7 +158,7 @@ class Service(replica_pb2_grpc.ReplicaServicer):
     async def _loaded(self, context: Context) -> None:
         """Abort while there is no engine."""
         if self.description.state in UNLOADED:
-            await context.abort(UNAVAILABLE, self.description.problem or "the engine is loading")
+            await context.abort(UNAVAILABLE, self.description.problem or LOADING)
 
     async def drain(self, deadline_s: float) -> int:
         """Refuse submissions and wait for the open requests; how many are left at the deadline."""

@@ -3,7 +3,6 @@
 import os
 import sys
 
-import uvloop
 from gated_replica import BLOCK, MODEL, VOCABULARY, GatedRunner, Letters
 
 from hotbranch import log
@@ -22,5 +21,5 @@ if __name__ == "__main__":
     runner.pace_s = 1e6
     limits = Limits.of(settings, max_context=4096)
     engine = RadixEngine(limits, runner, frozenset(), lambda request: Letters(1), VOCABULARY)
-    serving = main.serve(server.ReplicaServer(settings), lambda: (engine, MODEL, ""))
-    sys.exit(uvloop.run(serving))
+    main.build = lambda settings: (engine, MODEL, "")
+    sys.exit(main.run(settings))

@@ -20,10 +20,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hotbranch.keys import key_check
 from hotbranch.log import event
-from hotbranch.states import NAMES, UNLOADED
+from hotbranch.states import NAMES
 from hotbranch.v1 import replica_pb2_grpc
 from hotbranch.v1.cache_pb2 import Load
-from hotbranch.v1.replica_pb2 import DescribeRequest, Description
+from hotbranch.v1.replica_pb2 import STATE_SERVING, DescribeRequest, Description
 from hotbranch.v1.serve_pb2 import ClientFrame, Delta, Rejection, ServerFrame, Submit
 from router.fleet.holder import Holder
 from router.fleet.outstanding import Outstanding
@@ -43,14 +43,14 @@ CHANNEL_OPTIONS = [
 ]
 FRAME_BYTES = 16 << 20  # of submissions in one frame, well below the largest message
 DESCRIBE_TIMEOUT_S = 5.0
-LOADING_POLL_S = 0.5
+STATE_POLL_S = 0.5  # of a replica that does not serve yet
 INCOMPARABLE = "its block keys differ from ours: its reports are not used"
 MOST_RANKS = 1024  # a rank costs the index a bit in every set of holders
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class State(StrEnum):
-    CONNECTING = "connecting"  # not reached yet, not loaded yet, or lost
+    CONNECTING = "connecting"  # not reached yet, not serving yet, or lost
     READY = "ready"
     DRAINING = "draining"  # finishes what it has
     REFUSED = "refused"  # reached, but its model or tokenizer is not ours
@@ -174,10 +174,10 @@ class Link:
 
     async def _session(self, channel: grpc.aio.Channel) -> None:
         stub = replica_pb2_grpc.ReplicaStub(channel)
-        while (here := await self._describe(stub)).state in UNLOADED:
+        while (here := await self._describe(stub)).state != STATE_SERVING:
             self.state = State.CONNECTING
             self._has_problem(here.problem)
-            await asyncio.sleep(LOADING_POLL_S)
+            await asyncio.sleep(STATE_POLL_S)
         if problem := self._mismatch(here):
             self.state = State.REFUSED
             self._has_problem(problem)
@@ -187,7 +187,7 @@ class Link:
         self.watcher.connected(here, _comparable(here))
         call = stub.Serve()
         await call.wait_for_connection()
-        self.state = State.DRAINING if here.draining or here.state else State.READY
+        self.state = State.DRAINING if here.draining else State.READY
         event(log, "replica connected", replica=self.replica_id, address=self.address)
         self._changed(self)
         async with asyncio.TaskGroup() as tasks:
@@ -199,7 +199,7 @@ class Link:
     async def _describe(self, stub: "replica_pb2_grpc.ReplicaAsyncStub") -> Description:
         """What the replica says of itself now."""
         self.description = await stub.Describe(DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
-        self.reported_state = NAMES[self.description.state]
+        self.reported_state = NAMES.get(self.description.state, "unknown")
         return self.description
 
     def _has_problem(self, problem: str) -> None:

@@ -67,7 +67,7 @@ class Admin:
             "problem": link.problem,
             "model": description.model if description else "",
             "engine": description.engine if description else "",
-            "epoch": f"{description.epoch:016x}" if description else "",
+            "epoch": f"{description.epoch:016x}" if description and description.epoch else "",
             "metrics_address": description.metrics_address if description else "",
             "in_flight": link.in_flight,
             "running": load.running if load else 0,
