@@ -6,6 +6,7 @@ HTTP with the router, and the router speaks gRPC with the replicas that the regi
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,8 +19,10 @@ from deploy.registry import Beat, Heart, RayDiscovery
 from hotbranch import log
 from hotbranch.load_settings import load_settings
 from hotbranch.settings import EngineSettings, ReplicaSettings, UpSettings
+from hotbranch.states import in_words
 from replicas.build import build_engine
-from replicas.server import ReplicaServer
+from replicas.engine import StartError
+from replicas.server import FAULT_SHOWN_S, ReplicaServer
 from router.main import Router as Gateway
 
 STOP_S = 10.0  # to end a process whose requests have had their time to finish
@@ -40,17 +43,20 @@ class Replica:
         engine_settings = settings.model_dump(include=set(EngineSettings.model_fields))
         own = ReplicaSettings(**engine_settings, replica_id=replica_id, host=node_address())
         self._drain_s = settings.drain_s
-        heart = self._heart = Heart(context.app_name, Beat(replica_id, "loading weights"))
-        try:
-            engine, model, fingerprint = await asyncio.to_thread(build_engine, own)
-            server = ReplicaServer(engine, own, model, fingerprint)
-            await server.start()
-        except BaseException:
-            await heart.stop()
-            raise
+        server = ReplicaServer(own)
+        await server.start()
         self._server = server
+        self._heart = Heart(
+            context.app_name, lambda: Beat(replica_id, in_words(server.state), server.address)
+        )
+        try:
+            await server.load(partial(build_engine, own))
+        except StartError:
+            await asyncio.sleep(FAULT_SHOWN_S)
+            await self._heart.stop()
+            await server.stop(0)
+            raise
         self._failure = asyncio.create_task(server.failure())
-        heart.beat = Beat(replica_id, "serving", server.address)
 
     async def check_health(self) -> None:
         """Raise when the engine has failed for good: Serve puts a new replica in its place."""

@@ -15,6 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hotbranch.states import in_words
+
 TIMEOUT_S = 2.0
 REFRESH_S = 1.0
 LINE_S = 30.0
@@ -85,6 +87,9 @@ def look(host: str, port: int) -> Snapshot | None:
     if status == 200:
         names = Replica.__dataclass_fields__
         entries = json.loads(listing)["replicas"]
+        for entry in entries:
+            if entry["reported_state"] not in ("", "serving"):
+                entry["state"] = in_words(entry["reported_state"])
         replicas = [Replica(**{name: entry[name] for name in names}) for entry in entries]
     return Snapshot(ready == 200, counters(exposition), replicas)
 

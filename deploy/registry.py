@@ -7,7 +7,7 @@ not heard from everybody yet, takes nobody away from what a router already knows
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +26,11 @@ _NAME = "registry"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a replica is doing. `address` (host:port, gRPC) is empty until it serves."""
+    """What a replica is doing. `address` (host:port, gRPC) is where it listens, be it loading."""
 
     replica_id: str
     phase: str
-    address: str = ""
+    address: str
 
 
 @dataclass(slots=True)
@@ -56,9 +56,9 @@ class Directory:
         return [self._heard[name][1] for name in sorted(self._heard)]
 
     def addresses(self, known: frozenset[str], now: float) -> frozenset[str]:
-        """Where replicas serve; while the directory is young, `known` ones count as heard."""
-        serving = frozenset(beat.address for beat in self.beats(now) if beat.address)
-        return serving | known if now - self.born < EXPIRY_S else serving
+        """Where replicas listen; while the directory is young, `known` ones count as heard."""
+        heard = frozenset(beat.address for beat in self.beats(now))
+        return heard | known if now - self.born < EXPIRY_S else heard
 
 
 class Registry:
@@ -84,7 +84,7 @@ class Registry:
         return self._directory.beats(time.monotonic())
 
     async def changes(self, known: frozenset[str] | None) -> frozenset[str]:
-        """The serving addresses, once they differ from `known` or `POLL_S` seconds have passed."""
+        """The addresses, once they differ from `known` or `POLL_S` seconds have passed."""
         self._called()
         start = time.monotonic()
         while True:
@@ -128,11 +128,11 @@ def close_registry(app: str) -> None:
 
 
 class Heart:
-    """Tells the registry once a second what `beat` is, from start to stop."""
+    """Tells the registry once a second what `beat` returns, from start to stop."""
 
-    def __init__(self, app: str, beat: Beat) -> None:
-        self.beat = beat
+    def __init__(self, app: str, beat: Callable[[], Beat]) -> None:
         self._app = app
+        self._beat = beat
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
@@ -141,14 +141,14 @@ class Heart:
         await asyncio.wait([self._task])
         with suppress(RayError, OSError):
             registry = await asyncio.to_thread(open_registry, self._app)
-            await asyncio.wait_for(registry.leave.remote(self.beat.replica_id), BEAT_S)
+            await asyncio.wait_for(registry.leave.remote(self._beat().replica_id), BEAT_S)
 
     async def _run(self) -> None:
         registry: Any = None
         while True:
             try:
                 registry = registry or await asyncio.to_thread(open_registry, self._app)
-                await asyncio.wait_for(registry.beat.remote(self.beat), EXPIRY_S)
+                await asyncio.wait_for(registry.beat.remote(self._beat()), EXPIRY_S)
             except (RayError, OSError):
                 registry = None
             await asyncio.sleep(BEAT_S)

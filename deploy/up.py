@@ -246,7 +246,7 @@ def _wait(settings: UpSettings, registry: Any) -> None:
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartError(_reason(status))
             beats = ray.get(registry.beats.remote())
-            starting = [beat for beat in beats if not beat.address]
+            starting = [beat for beat in beats if beat.phase != "serving"]
             done = len(beats) - len(starting)
             if done < settings.replicas:
                 phase = starting[0].phase if starting else "starting"

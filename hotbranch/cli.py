@@ -27,26 +27,27 @@ from hotbranch.settings import (
 class Command:
     """`entry` is a module with `run(settings) -> exit status`, imported only to be run.
 
-    `bare` names the setting that an argument without a flag gives. What `serves` needs the model.
+    `bare` names the setting that an argument without a flag gives. With `prepares`, the model is
+    made ready first; a replica does it itself, for it tells meanwhile that it is loading.
     """
 
     summary: str
     settings: type[Common]
     entry: str | None
     bare: str = ""
-    serves: bool = True
+    prepares: bool = True
 
 
 COMMANDS: Mapping[str, Command] = {
     "up": Command("start replicas and a router on Ray", UpSettings, "deploy.up"),
     "router": Command("run one router", RouterSettings, "router.main"),
-    "replica": Command("run one replica", ReplicaSettings, "replicas.main"),
+    "replica": Command("run one replica", ReplicaSettings, "replicas.main", prepares=False),
     "simulate": Command(
         "play a trace on a simulated fleet",
         SimulateSettings,
         "bench.fleet.main",
         bare="trace",
-        serves=False,
+        prepares=False,
     ),
     "model": Command("make the model ready and print its directory", Common, None),
 }
@@ -106,7 +107,7 @@ def _unexpected(argument: str, command: Command | None) -> str:
 
 def _run(program: str, command: Command, settings: Common) -> int:
     """Make the model ready where it is needed, with its progress shown, then run the command."""
-    if command.entry and not command.serves:
+    if command.entry and not command.prepares:
         return int(importlib.import_module(command.entry).run(settings))
     from hotbranch import embedded, progress  # only now: --help need not wait for numpy
 

@@ -95,6 +95,9 @@ class EngineSettings(Common):
     policy: Literal["fcfs", "longest_prefix", "least_uncached", "dfs_weight"] = Field(
         "longest_prefix", description="admission order"
     )
+    step_timeout_s: Seconds = Field(
+        120.0, description="an engine with open requests and no step for so long hangs"
+    )
 
 
 class ReplicaSettings(EngineSettings):

@@ -225,7 +225,11 @@ class Engine(Protocol):
     facts: Facts
 
     def start(self, emit: Callable[[Step], None]) -> None:
-        """Start the engine thread; it calls `emit` after each step that changed anything."""
+        """Start the engine thread; it calls `emit` after each step that changed anything.
+
+        Open requests without a step for `step_timeout_s` are an engine that hangs: one that only
+        computes emits, too.
+        """
 
     def stop(self) -> None:
         """End the thread after the current step. Unfinished requests end with CANCELLED."""
@@ -255,10 +259,16 @@ class Engine(Protocol):
         """
 
     def wake(self) -> Future[None] | None:
-        """Take the memory again; None where the engine cannot sleep."""
+        """Take the memory again; None where the engine cannot sleep.
+
+        One that is awake stays so. One that fails to wake sleeps on, and may be asked again.
+        """
 
     def load(self) -> Load:
         """The load as of the last step, from any thread."""
 
     def healthy(self) -> str:
-        """Empty while all is well, else one line on what is wrong."""
+        """Empty while it lives, else one line on why it is dead: it ended, or every step fails.
+
+        That no step ends need not be told here.
+        """

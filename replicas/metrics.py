@@ -1,6 +1,7 @@
 """What a replica measures, in Prometheus form. No label takes a value from a request."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import (
@@ -17,7 +18,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from hotbranch import __version__
-from replicas.engine import Facts, Finish, Load
+from hotbranch.states import NAMES
+from hotbranch.v1.replica_pb2 import Description
+from replicas.engine import Finish, Load
 
 PREFIX = "hotbranch_replica"
 
@@ -37,6 +40,10 @@ _GAUGES = (
     ("step_seconds", "step_s", "One decode step, moving average."),
     ("prefill_token_seconds", "prefill_s_per_token", "Prefill of one token, moving average."),
 )
+
+
+def _is_in(description: Description, state: int) -> bool:
+    return description.state == state
 
 
 class _LoadCollector(Collector):
@@ -59,15 +66,15 @@ class _LoadCollector(Collector):
 
 
 class Metrics:
-    """The metrics of one replica, in a registry of their own."""
+    """The metrics of one replica, in a registry of their own. Until `attach` it has no load."""
 
-    def __init__(self, facts: Facts, model: str, load: Callable[[], Load]) -> None:
+    def __init__(self, description: Description) -> None:
         self.registry = registry = CollectorRegistry()
-        registry.register(_LoadCollector(load))
-        if facts.engine == "vllm":
-            registry.register(REGISTRY)  # vLLM's own metrics, in the process's registry
-        build = Info(f"{PREFIX}_build", "What runs here.", registry=registry)
-        build.info({"version": __version__, "engine": facts.engine, "model": model})
+        state = Gauge(f"{PREFIX}_state", "1 for the state it is in.", ["state"], registry=registry)
+        for number, name in NAMES.items():
+            state.labels(name).set_function(partial(_is_in, description, number))
+        self._build = Info(f"{PREFIX}_build", "What runs here.", registry=registry)
+        self._tell_build(description)
 
         self._requests = Counter(
             f"{PREFIX}_requests", "Finished requests.", ["reason"], registry=registry
@@ -105,6 +112,13 @@ class Metrics:
         )
         self._epoch = Info(f"{PREFIX}_cache_epoch", "The epoch of the cache.", registry=registry)
 
+    def attach(self, description: Description, load: Callable[[], Load]) -> None:
+        """The engine is there."""
+        self._tell_build(description)
+        self.registry.register(_LoadCollector(load))
+        if description.engine == "vllm":
+            self.registry.register(REGISTRY)  # vLLM's own metrics, in the process's registry
+
     def finished(self, finish: Finish) -> None:
         self._requests.labels(finish.name.lower()).inc()
 
@@ -116,6 +130,9 @@ class Metrics:
         """The epoch is a label value because a sample, a float64, would round it."""
         self._epoch.info({"epoch": str(epoch)})
         self.sequence.set(0)
+
+    def _tell_build(self, here: Description) -> None:
+        self._build.info({"version": __version__, "engine": here.engine, "model": here.model})
 
     def serve(self, host: str, port: int) -> WSGIServer:
         """Answer scrapes on a thread; raises OSError when the port is taken."""

@@ -8,27 +8,28 @@ deltas after it add up exactly.
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncIterable, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from prometheus_client import Gauge
 
 from hotbranch.keys import TOKEN_BYTES
+from hotbranch.settings import EngineSettings
 from hotbranch.v1 import cache_pb2, replica_pb2_grpc
 from hotbranch.v1 import replica_pb2 as pb
 from hotbranch.v1.cache_pb2 import CacheUpdate, WatchRequest
 from hotbranch.v1.serve_pb2 import ClientFrame, Rejection, ServerFrame, Submit
+from replicas.condition import LOADING, UNLOADED, Answer, Condition, wait
 from replicas.engine import Engine, Namespace, Output, Step, StoredRun
 from replicas.messages import invalid, to_delta, to_request, to_snapshot
 from replicas.metrics import Metrics
 from replicas.outbox import Outbox
+from replicas.streams import Open, Stream
 
-DELTAS = 1 << 16  # and rejections that wait for one router, at most
 UPDATES = 4096  # a WatchCache stream may lag so many updates behind
 LOAD_INTERVAL_S = 0.1
 SHORTEST_LOAD_INTERVAL_S = 0.01
@@ -36,10 +37,8 @@ FOREVER_S = 1e6
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
-UNFIT = grpc.StatusCode.FAILED_PRECONDITION
-UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
+UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 
-T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -47,71 +46,19 @@ def new_epoch() -> int:
     return secrets.randbits(63)
 
 
-async def _wait(future: Future[T]) -> T:
-    """Wait for the engine. Shielded: an engine need not expect that its futures are cancelled."""
-    return await asyncio.shield(asyncio.wrap_future(future))
+class Service(replica_pb2_grpc.ReplicaServicer):
+    """The RPCs, and what the replica knows of its open requests and its cache.
 
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """A router's Serve stream. `tickets` maps its open requests to engine ids.
-
-    What waits for the router is one frame: a reader that is slower than the engine gets the deltas
-    of several steps at once, in order.
+    Until `attach` there is no engine, and all it answers is what it is.
     """
 
-    outbox: Outbox
-    tickets: dict[int, int] = field(default_factory=dict)
-    half_closed: bool = False
-    waiting: ServerFrame | None = None
-
-    def send(self, frame: ServerFrame) -> None:
-        if self.waiting is None:
-            self.waiting = frame
-            self.outbox.put_lazily(self._take())
-        else:
-            self.waiting.MergeFrom(frame)
-            if len(self.waiting.deltas) + len(self.waiting.rejections) > DELTAS:
-                self.outbox.lost = True
-
-    def _take(self) -> Iterator[ServerFrame]:
-        """What waits, at the moment of writing."""
-        frame, self.waiting = self.waiting, None
-        if frame is not None:
-            yield frame
-
-    def end_if_done(self) -> None:
-        if self.half_closed and not self.tickets:
-            self.outbox.end()
-
-
-@dataclass(slots=True, eq=False)
-class Open:
-    """A request in the engine. Without a stream, nobody waits for it any more."""
-
-    stream: Stream | None
-    ticket: int
-    prompt_tokens: int
-    last: float  # loop time of its last delta; before the first, of its receipt
-    started: bool = False
-    deadline: asyncio.TimerHandle | None = None
-
-    def disarm(self) -> None:
-        if self.deadline:
-            self.deadline.cancel()
-            self.deadline = None
-
-
-class Service(replica_pb2_grpc.ReplicaServicer):
-    """The RPCs, and what the replica knows of its open requests and its cache."""
-
     def __init__(
-        self, engine: Engine, description: pb.Description, max_waiting: int, metrics: Metrics
+        self, description: pb.Description, settings: EngineSettings, metrics: Metrics
     ) -> None:
         self.description = description
-        self.fault = ""  # what is wrong with the engine
-        self._engine = engine
-        self._max_waiting = max_waiting
+        self.condition = Condition(description, settings.step_timeout_s, lambda: len(self._open))
+        self._engine: Engine
+        self._max_waiting = settings.max_waiting
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._step = 0
@@ -122,7 +69,14 @@ class Service(replica_pb2_grpc.ReplicaServicer):
         self._outboxes: set[Outbox] = set()
         self._watchers: set[Outbox] = set()  # those that have a snapshot
         self._sequence = 0
+        self._turns: set[asyncio.Task[Answer]] = set()  # to sleep or to wake
+
+    def attach(self, engine: Engine, description: pb.Description) -> None:
+        """Serve an engine, which is not started yet; the description is what it is with it."""
+        self._engine = engine
+        self.description.CopyFrom(description)
         self._metrics.new_epoch(description.epoch)
+        self.condition.attach(engine, self._loop.time())
 
     async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.Description:
         return self.description
@@ -132,6 +86,7 @@ class Service(replica_pb2_grpc.ReplicaServicer):
     async def Serve(  # type: ignore[override]
         self, frames: AsyncIterable[ClientFrame], context: Context
     ) -> None:
+        await self._loaded(context)
         stream = Stream(Outbox(limit=2))
         reader = asyncio.create_task(self._read(frames, stream))
         try:
@@ -143,6 +98,7 @@ class Service(replica_pb2_grpc.ReplicaServicer):
     async def WatchCache(  # type: ignore[override]
         self, request: WatchRequest, context: Context
     ) -> None:
+        await self._loaded(context)
         wish = request.load_interval_s
         interval_s = wish if SHORTEST_LOAD_INTERVAL_S < wish < LOAD_INTERVAL_S else LOAD_INTERVAL_S
         outbox = Outbox(UPDATES)
@@ -155,53 +111,54 @@ class Service(replica_pb2_grpc.ReplicaServicer):
             self._watchers.discard(outbox)
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinReply:
+        await self._loaded(context)
         if not 0 < request.ttl_s < math.inf:
             await context.abort(INVALID, f"ttl_s is {request.ttl_s}, not a time")
         namespace = await self._namespace(request, context)
-        pinned = await _wait(self._engine.pin(namespace, request.token_ids, request.ttl_s))
+        pinned = await wait(self._engine.pin(namespace, request.token_ids, request.ttl_s))
         if pinned is None:
             await context.abort(EXHAUSTED, "pins would hold more than a quarter of the pool")
         return pb.PinReply(pinned_blocks=pinned)
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinReply:
+        await self._loaded(context)
         namespace = await self._namespace(request, context)
-        unpinned = await _wait(self._engine.unpin(namespace, request.token_ids))
+        unpinned = await wait(self._engine.unpin(namespace, request.token_ids))
         return pb.UnpinReply(unpinned_blocks=unpinned)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainReply:
+        await self._loaded(context)
         return pb.DrainReply(unfinished=await self.drain(request.deadline_s))
 
     async def Flush(self, request: pb.FlushRequest, context: Context) -> pb.FlushReply:
-        await _wait(self._engine.flush())
+        await self._loaded(context)
+        await wait(self._engine.flush())
         renewed: asyncio.Future[None] = self._loop.create_future()
         self._engine.snapshot(partial(self._post, self._renew, renewed))
         await asyncio.shield(renewed)
         return pb.FlushReply(epoch=self.description.epoch)
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepReply:
-        if self._open:
-            await context.abort(UNFIT, f"{len(self._open)} requests are open")
-        asleep = self._engine.sleep(request.discard_weights)
-        if asleep is None:
-            await context.abort(UNIMPLEMENTED, self._cannot("sleep"))
-        self.description.state = pb.STATE_ASLEEP
-        try:
-            await _wait(asleep)
-        except Exception as error:
-            self.description.state = pb.STATE_SERVING
-            await context.abort(UNFIT, str(error))
+        await self._turn(self.condition.sleep(request.discard_weights), context)
         return pb.SleepReply(epoch=self.description.epoch)
 
     async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeReply:
-        awake = self._engine.wake()
-        if awake is None:
-            await context.abort(UNIMPLEMENTED, self._cannot("sleep"))
-        await _wait(awake)
-        self.description.state = pb.STATE_SERVING
+        await self._turn(self.condition.wake(), context)
         return pb.WakeReply()
 
-    def _cannot(self, what: str) -> str:
-        return f"the {self.description.engine} engine cannot {what}"
+    async def _turn(self, turn: Coroutine[Any, Any, Answer], context: Context) -> None:
+        """Fall asleep or wake, to the end, though the caller may go; abort where that fails."""
+        task = asyncio.create_task(turn)
+        self._turns.add(task)
+        task.add_done_callback(self._turns.discard)
+        code, problem = await asyncio.shield(task)
+        if problem:
+            await context.abort(code, problem)
+
+    async def _loaded(self, context: Context) -> None:
+        """Abort while there is no engine."""
+        if self.description.state in UNLOADED:
+            await context.abort(UNAVAILABLE, self.description.problem or LOADING)
 
     async def drain(self, deadline_s: float) -> int:
         """Refuse submissions and wait for the open requests; how many are left at the deadline."""
@@ -273,8 +230,8 @@ class Service(replica_pb2_grpc.ReplicaServicer):
             return Rejection.REASON_DRAINING, "the replica is asleep"
         if submit.deadline_s < 0:
             return Rejection.REASON_DEADLINE, "the deadline had passed on arrival"
-        if self.fault:
-            return Rejection.REASON_OVERLOADED, self.fault
+        if self.condition.sick:
+            return Rejection.REASON_OVERLOADED, self.description.problem
         # The engine's own count of waiting requests lacks those submitted since its last step.
         if len(self._open) - self._engine.load().running >= self._max_waiting:
             return Rejection.REASON_OVERLOADED, f"{self._max_waiting} requests are waiting"
@@ -319,6 +276,7 @@ class Service(replica_pb2_grpc.ReplicaServicer):
             self._publish(step)
         self._step = step.number
         now = self._loop.time()
+        self.condition.stepped(now)
         frames: dict[Stream, ServerFrame] = {}
         for output in step.outputs:
             entry = self._open.get(output.id)

@@ -98,8 +98,9 @@ async def replica(
     runner = GatedRunner(settings.kv_tokens // BLOCK)
     limits = Limits.of(settings, max_context=4096)
     engine = engine_type(limits, runner, frozenset(), lambda request: Letters(width), VOCABULARY)
-    server = ReplicaServer(engine, settings, MODEL, "fingerprint")
+    server = ReplicaServer(settings)
     await server.start()
+    await server.load(lambda: (engine, MODEL, "fingerprint"))
     try:
         async with connect(server) as channel:
             yield Replica(server, engine, runner, channel)

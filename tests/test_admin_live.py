@@ -135,7 +135,7 @@ async def test_every_kind_of_recovery_is_there_from_the_start_and_counted(smollm
             assert f'{name}{{kind="{kind}"}} 0.0' in text
         replica = here.replicas[0]
         port = int(replica.address.rpartition(":")[2])
-        ours = replica.server._fingerprint
+        ours = fingerprint(smollm2)
         await stop_replica(replica)
         await eventually(lambda: len(here.router.fleet.ready("smol")) == 1)
         here.replicas[0] = await start_replica(

@@ -48,15 +48,17 @@ async def start_replica(
     model: str = MODEL,
     block_size: int = BLOCK,
     vocabulary: int = VOCABULARY,
+    engine_type: type[RadixEngine] = RadixEngine,
 ) -> Replica:
     settings = ReplicaSettings(
         block_size=block_size, kv_tokens=kv_tokens, grpc_port=port, replica_id=name
     )
     runner = GatedRunner(kv_tokens // block_size, block_size)
     limits = Limits.of(settings, max_context=1024)
-    engine = RadixEngine(limits, runner, frozenset(), lambda request: Letters(1), vocabulary)
-    server = ReplicaServer(engine, settings, model, fingerprint)
+    engine = engine_type(limits, runner, frozenset(), lambda request: Letters(1), vocabulary)
+    server = ReplicaServer(settings)
     await server.start()
+    await server.load(lambda: (engine, model, fingerprint))
     return Replica(server, engine, runner)
 
 

@@ -47,11 +47,11 @@ def test_directory_forgets_the_silent_and_the_leaving() -> None:
     now = EXPIRY_S + 100.0
     for name in ("a", "b", "c"):
         directory.hear(Beat(name, "serving", f"{name}:1"), now)
-    directory.hear(Beat("d", "loading weights"), now)
+    directory.hear(Beat("d", "loading weights", "d:1"), now)
     directory.hear(Beat("b", "serving", "b:1"), now + EXPIRY_S - 1)
     directory.forget("c")
     directory.forget("never heard of")
-    assert directory.addresses(frozenset(), now) == {"a:1", "b:1"}
+    assert directory.addresses(frozenset(), now) == {"a:1", "b:1", "d:1"}
     assert [beat.replica_id for beat in directory.beats(now)] == ["a", "b", "d"]
     assert directory.addresses(frozenset({"a:1", "b:1"}), now + EXPIRY_S) == {"b:1"}
 

@@ -18,7 +18,7 @@ from hotbranch.v1.serve_pb2 import (
     Sampling,
     Submit,
 )
-from replicas import service
+from replicas import streams
 from replicas.engine import Output, Step
 from replicas.radix.engine import RadixEngine
 
@@ -209,7 +209,7 @@ async def test_a_half_closed_stream_is_served_to_its_end() -> None:
 
 
 async def test_a_slow_serve_reader_loses_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "DELTAS", 64)
+    monkeypatch.setattr(streams, "DELTAS", 64)
     async with replica(width=1000) as here, connect(here.server) as other:
         here.runner.pace_s = 0.005  # leaves the loop time to write to those who read
         slow = Client(Replica(here.server, here.engine, here.runner, other))
@@ -226,7 +226,7 @@ async def test_a_slow_serve_reader_loses_its_stream_alone(monkeypatch: pytest.Mo
 async def test_a_router_that_does_not_read_its_rejections_loses_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service, "DELTAS", 64)
+    monkeypatch.setattr(streams, "DELTAS", 64)
     async with replica() as here:
         client = Client(here)
         refused = [submit(ticket, model="x" * 1000) for ticket in range(200)]

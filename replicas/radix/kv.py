@@ -4,6 +4,7 @@ Paging as in PagedAttention (Kwon et al., SOSP 2023, section 4). Who owns a bloc
 business; the pool only holds what is written into it.
 """
 
+import math
 from functools import partial
 
 import torch
@@ -24,11 +25,18 @@ class KvPool:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        shape = (blocks, block_size, config.kv_heads, config.head_dim)
+        """Raises MemoryError, with one line for the user, when the device has no room."""
+        sizes = (2, config.layers, blocks, block_size, config.kv_heads, config.head_dim)
         # Zeros, not empty: masked positions still multiply, and 0 * NaN is NaN.
         zeros = Arena().zeros if device.type == "cpu" else partial(torch.zeros, device=device)
-        self.keys = [zeros(shape, dtype=dtype) for _ in range(config.layers)]
-        self.values = [zeros(shape, dtype=dtype) for _ in range(config.layers)]
+        try:  # all at once: layer by layer, a system grants more than it has
+            keys, values = zeros(sizes, dtype=dtype)
+        except (MemoryError, OSError, OverflowError, torch.OutOfMemoryError) as error:
+            gib = math.prod(sizes) * dtype.itemsize / (1 << 30)
+            raise MemoryError(
+                f"a KV pool of {blocks * block_size} tokens takes {gib:.1f} GiB on {device}"
+            ) from error
+        self.keys, self.values = list(keys), list(values)
         self.blocks = blocks
         self.dtype = dtype
         self.block_size = block_size

@@ -20,9 +20,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from hotbranch.keys import key_check
 from hotbranch.log import event
+from hotbranch.states import NAMES
 from hotbranch.v1 import replica_pb2_grpc
 from hotbranch.v1.cache_pb2 import Load
-from hotbranch.v1.replica_pb2 import DescribeRequest, Description
+from hotbranch.v1.replica_pb2 import STATE_SERVING, DescribeRequest, Description
 from hotbranch.v1.serve_pb2 import ClientFrame, Delta, Rejection, ServerFrame, Submit
 from router.fleet.holder import Holder
 from router.fleet.outstanding import Outstanding
@@ -42,13 +43,14 @@ CHANNEL_OPTIONS = [
 ]
 FRAME_BYTES = 16 << 20  # of submissions in one frame, well below the largest message
 DESCRIBE_TIMEOUT_S = 5.0
+STATE_POLL_S = 0.5  # of a replica that does not serve yet
 INCOMPARABLE = "its block keys differ from ours: its reports are not used"
 MOST_RANKS = 1024  # a rank costs the index a bit in every set of holders
 PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class State(StrEnum):
-    CONNECTING = "connecting"  # not reached yet, or lost
+    CONNECTING = "connecting"  # not reached yet, not serving yet, or lost
     READY = "ready"
     DRAINING = "draining"  # finishes what it has
     REFUSED = "refused"  # reached, but its model or tokenizer is not ours
@@ -84,6 +86,7 @@ class Link:
         self.address = address
         self.state = State.CONNECTING
         self.problem = ""
+        self.reported_state = ""  # what the replica says of its engine; empty while not connected
         self.description: Description | None = None
         self.holders: list[Holder] = []  # its data-parallel ranks; none before it is described
         self.load: Load | None = None
@@ -132,12 +135,6 @@ class Link:
                 self._outbox.cancel.append(ticket)
                 self._wake.set()
 
-    def drain(self) -> None:
-        """Take no new requests; those in flight go on."""
-        if self.state is State.READY:
-            self.state = State.DRAINING
-            self._changed(self)
-
     async def close(self) -> None:
         """Disconnect for good. Open requests are lost, the replica's blocks forgotten.
 
@@ -177,28 +174,40 @@ class Link:
 
     async def _session(self, channel: grpc.aio.Channel) -> None:
         stub = replica_pb2_grpc.ReplicaStub(channel)
-        self.description = await stub.Describe(DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
-        problem = self._mismatch(self.description)
-        if problem:
-            if problem != self.problem:
-                event(log, "replica refused", replica=self.replica_id, reason=problem)
-            self.state, self.problem = State.REFUSED, problem
+        while (here := await self._describe(stub)).state != STATE_SERVING:
+            self.state = State.CONNECTING
+            self._has_problem(here.problem)
+            await asyncio.sleep(STATE_POLL_S)
+        if problem := self._mismatch(here):
+            self.state = State.REFUSED
+            self._has_problem(problem)
             return
-        ranks = range(self.description.ranks or 1)
-        self.holders = [Holder(self.address, rank) for rank in ranks]
-        comparable = self.description.key_check == key_check()
-        self.problem = "" if comparable else INCOMPARABLE
-        self.watcher.connected(self.description, comparable)
+        self.holders = [Holder(self.address, rank) for rank in range(here.ranks or 1)]
+        self._has_problem(_problem(here))
+        self.watcher.connected(here, _comparable(here))
         call = stub.Serve()
         await call.wait_for_connection()
-        self.state = State.DRAINING if self.description.draining else State.READY
+        self.state = State.DRAINING if here.draining else State.READY
         event(log, "replica connected", replica=self.replica_id, address=self.address)
         self._changed(self)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write(call))
             tasks.create_task(self._read(call))
             tasks.create_task(watch_cache(stub, self.watcher, self._loaded, self.replica_id))
-            tasks.create_task(self._watch_health(channel))
+            tasks.create_task(self._watch_health(channel, stub))
+
+    async def _describe(self, stub: "replica_pb2_grpc.ReplicaAsyncStub") -> Description:
+        """What the replica says of itself now."""
+        self.description = await stub.Describe(DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S)
+        self.reported_state = NAMES.get(self.description.state, "unknown")
+        return self.description
+
+    def _has_problem(self, problem: str) -> None:
+        """What is wrong now, or nothing. What is new is logged."""
+        if problem and problem != self.problem:
+            name = "replica refused" if self.state is State.REFUSED else "replica has a problem"
+            event(log, name, replica=self.replica_id, state=self.reported_state, reason=problem)
+        self.problem = problem
 
     def _mismatch(self, description: Description) -> str:
         ours = self._fingerprints.get(description.model)
@@ -257,15 +266,17 @@ class Link:
         self.outstanding.reported(load.outstanding_tokens)
         self._changed(self)
 
-    async def _watch_health(self, channel: grpc.aio.Channel) -> None:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # its stubs name no methods
-        async for health in stub.Watch(health_pb2.HealthCheckRequest()):
+    async def _watch_health(
+        self, channel: grpc.aio.Channel, stub: "replica_pb2_grpc.ReplicaAsyncStub"
+    ) -> None:
+        checks: Any = health_pb2_grpc.HealthStub(channel)  # its stubs name no methods
+        async for health in checks.Watch(health_pb2.HealthCheckRequest()):
             serving = health.status == health_pb2.HealthCheckResponse.SERVING
-            if serving and self.state is State.DRAINING:
-                self.state = State.READY
-                self._changed(self)
-            elif not serving:
-                self.drain()
+            if serving == (self.state is State.READY):
+                continue
+            self.state = State.READY if serving else State.DRAINING
+            self._changed(self)
+            self._has_problem(_problem(await self._describe(stub)))
         raise Disconnected("the replica ended its health stream")
 
     def _disconnected(self, reason: str) -> None:
@@ -274,6 +285,7 @@ class Link:
         if self.state is not State.REFUSED:
             self.state = State.CONNECTING
         self.load = None
+        self.reported_state = ""
         self._changed(self)
         self.outstanding = Outstanding()
         self._outbox = ClientFrame()
@@ -283,6 +295,14 @@ class Link:
         for receiver in receivers:
             receiver.lost(reason)
         self.watcher.forget()
+
+
+def _comparable(here: Description) -> bool:
+    return here.key_check == key_check()
+
+
+def _problem(here: Description) -> str:
+    return here.problem or ("" if _comparable(here) else INCOMPARABLE)
 
 
 def _reason(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from hotbranch import __version__
+from hotbranch.states import NAMES
 from router.fleet.fleet import Fleet
 from router.fleet.link import Link, State
 from router.index.index import Index
@@ -287,6 +288,15 @@ class _StateCollector(Collector):
         yield states
         # two addresses under one name would break the whole scrape
         links = list({link.replica_id: link for link in self._fleet.links}.values())
+        reported = GaugeMetricFamily(
+            "hotbranch_replica_reported_state",
+            "1 for the state that a replica reports of its engine.",
+            labels=["replica", "state"],
+        )
+        for link in links:
+            for name in NAMES.values():
+                reported.add_metric([link.replica_id, name], link.reported_state == name)
+        yield reported
         families = {
             name: GaugeMetricFamily(f"hotbranch_replica_{name}", text, labels=["replica"])
             for name, text in _REPLICA_GAUGES.items()
