@@ -177,7 +177,8 @@ class Placer:
         if (requests := self._open.get((name, request))) is None:
             return
         self._advance(now)
-        sent = requests[0]
+        # Of what was accepted the end will surely be told, and must not be taken for another's.
+        sent = next((one for one in requests if one.accepted), requests[0])
         if not sent.accepted and now - sent.at < REFUSED_S:
             self.take_back(sent, now)
         elif self._end(sent, now) and sent.began is None:

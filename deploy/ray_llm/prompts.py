@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from pydantic import BaseModel
 from xxhash import xxh3_64_hexdigest
 
 from hotbranch.embedded import resolve_model
@@ -83,7 +84,7 @@ class Reader:
         return Prompt(prompts[0], tokens, seed, degraded)
 
     def _chat(self, request: Any) -> bytes:
-        """Ids of a conversation; empty where the model's template refuses it."""
+        """Ids of a conversation; none where the model's template refuses it."""
         if self._renderer is None:
             return _spelled(request)
         generates = _field(request, "add_generation_prompt")
@@ -97,7 +98,7 @@ class Reader:
             add_special_tokens=bool(_field(request, "add_special_tokens")),
         )
         try:
-            return self._renderer.chat(chat)
+            return self._renderer.chat(chat) if chat.messages else b""
         except PromptError:
             return b""
 
@@ -141,8 +142,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
         return [_plain(item, depth + 1) for item in value]
     if isinstance(value, dict):
         return {str(name): _plain(item, depth + 1) for name, item in value.items()}
-    if isinstance(getattr(type(value), "model_fields", None), dict):
-        return {name: _plain(getattr(value, name), depth + 1) for name in type(value).model_fields}
+    if isinstance(value, BaseModel):
+        return {name: _plain(item, depth + 1) for name, item in value}
     raise Unread("shape")
 
 

@@ -25,7 +25,6 @@ from ray.util import metrics
 
 from deploy.ray_llm.placer import Placer, Sent
 from deploy.ray_llm.prompts import Prompt, Reader, Unread
-from hotbranch.embedded import ModelError
 from hotbranch.load_settings import SettingsError, load_settings
 from hotbranch.settings import RayLlmSettings
 from router.schedule.job import Job
@@ -176,6 +175,6 @@ def _load(model: str) -> Reader:
     """The reader of a model; of texts where it has no usable tokenizer."""
     try:
         return Reader.load(model)
-    except (ModelError, OSError, ValueError) as error:
+    except Exception as error:  # a model's files can be wrong in any way
         log.error(f"hotbranch: model {model!r} is not used, texts are compared instead: {error}")
         return Reader(None)
