@@ -292,6 +292,7 @@ def test_a_replica_that_died_has_nothing() -> None:
     assert sent.replica == home
     world.placer.remove(home)
     world.placer.remove(home)
+    assert not world.placer._index.blocks
     world.placer.ended(home, "x", world.now)
     world.names.remove(home)
     assert world.serve(prompt) != home
