@@ -15,11 +15,18 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from hotbranch.settings import ReplicaSettings, RouterSettings, SimulateSettings, UpSettings
+from hotbranch.settings import (
+    RayLlmSettings,
+    ReplicaSettings,
+    RouterSettings,
+    SimulateSettings,
+    UpSettings,
+)
 
 PREFIX = "HOTBRANCH_"
 CONFIG = "HOTBRANCH_CONFIG"
 FIELDS: Mapping[str, FieldInfo] = {
+    **RayLlmSettings.model_fields,
     **SimulateSettings.model_fields,
     **ReplicaSettings.model_fields,
     **RouterSettings.model_fields,

@@ -184,6 +184,21 @@ class UpSettings(EngineSettings, GatewaySettings, RaySettings):
     """Settings of a fleet on Ray, which places replicas and tells the router where they are."""
 
 
+class RayLlmSettings(BaseModel):
+    """Settings of the request router for Ray Serve LLM: its `request_router_kwargs`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(
+        "", description="model directory (HF layout), or smollm2; none: texts are compared"
+    )
+    block_size: Positive = Field(16, description="tokens in a KV block")
+    kv_tokens: Positive = Field(400_000, description="KV pool of a replica, in tokens")
+    prefill_s_per_token: Seconds = Field(
+        1e-4, description="seconds that a replica computes a token of prompt"
+    )
+
+
 class SimulateSettings(Common):
     """Settings of a simulation."""
 

@@ -1,0 +1,1 @@
+"""A request router for Ray Serve LLM (docs/ray_llm.md)."""
