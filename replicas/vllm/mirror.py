@@ -8,7 +8,7 @@ from itertools import count
 from hotbranch.keys import TOKEN_BYTES, block_keys, root
 from replicas.engine import EvictedRun, Namespace, StoredRun, Tier
 
-REMEMBERED = 1024  # prompts whose keys are kept: about those that wait
+REMEMBERED = 256  # prompts whose keys are kept: about those that wait
 
 
 @dataclass(slots=True, eq=False)
