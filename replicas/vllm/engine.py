@@ -118,7 +118,7 @@ class VllmEngine:
         try:
             opening.result()
         except BaseException:
-            self.stop()
+            self._end()
             raise
 
     # From any thread
@@ -128,10 +128,12 @@ class VllmEngine:
 
     def stop(self) -> None:
         """Returns when the thread has ended."""
-        if self._thread.is_alive():
-            self._post(self._end_all)
-        self._thread.join()
+        self._end()
         self._closed()
+
+    def _end(self) -> None:
+        self._post(self._end_all)
+        self._thread.join()
 
     def submit(self, request: Request) -> None:
         self._post(self._submit, request)
@@ -279,10 +281,10 @@ class VllmEngine:
         except VLLMClientError as error:
             self._refuse(request.id, error)
         except EngineDeadError:
-            self._end(request.id, Finish.ERROR, "vLLM's engine died")
+            self._give_up(request.id, Finish.ERROR, "vLLM's engine died")
         except Exception as error:
             logger.exception("a request failed in vLLM")
-            self._end(request.id, Finish.ERROR, f"vLLM failed: {type(error).__name__}")
+            self._give_up(request.id, Finish.ERROR, f"vLLM failed: {type(error).__name__}")
         finally:
             self._release(stream)
 
@@ -331,13 +333,13 @@ class VllmEngine:
 
     def _cancel(self, id: int) -> None:
         if (stream := self._streams.get(id)) is not None:
-            self._end(id, Finish.CANCELLED)
+            self._give_up(id, Finish.CANCELLED)
             if stream.task is not None:
                 stream.task.cancel()
             else:
                 self._release(stream)
 
-    def _end(self, id: int, finish: Finish, error: str = "") -> None:
+    def _give_up(self, id: int, finish: Finish, error: str = "") -> None:
         """End a request from outside vLLM; unknown and finished ids are ignored."""
         if (stream := self._streams.get(id)) is not None:
             output = self._output(stream)
@@ -440,7 +442,7 @@ class VllmEngine:
     def _end_all(self) -> None:
         self._stopping = True
         for id in list(self._streams):
-            self._end(id, Finish.CANCELLED)
+            self._give_up(id, Finish.CANCELLED)
         self._publish()
         self._loop.create_task(self._shut_down())
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm.config.logging import LoggingConfig
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -40,8 +41,10 @@ def load_vllm(settings: EngineSettings, directory: Path, model: str) -> VllmEngi
     place = Path(workspace.name)
     try:
         given = arguments(settings, directory, f"ipc://{place}/events", f"ipc://{place}/replay")
-        if given.engine.log_config_file is None:
-            given.engine.log_config_file = str(_log_config(place))
+        if given.engine.logging_config is None:
+            given.engine.logging_config = LoggingConfig(
+                pylogging_config_file=str(_log_config(place))
+            )
         return VllmEngine(
             _opener(given),
             model,
