@@ -23,6 +23,7 @@ from test_fleet import (
     stop_replica,
 )
 from test_router_metrics import metrics_of, samples
+from told_replica import told_replica
 
 from hotbranch.settings import ReplicaSettings
 from hotbranch.v1 import replica_pb2 as pb
@@ -132,15 +133,15 @@ async def test_why_a_replica_does_not_start_is_seen_and_its_successor_serves(
 
 
 async def test_a_replica_once_refused_may_load_another_model() -> None:
-    async with router([]) as fleet:
-        stranger = await start_replica(fingerprint="theirs")
-        fleet.discovery.set(stranger.address)
+    async with router([]) as fleet, told_replica(tokenizer_fingerprint="theirs") as told:
+        fleet.discovery.set(told.address)
         await eventually(lambda: [one.state for one in fleet.fleet.links] == [State.REFUSED])
-        await stop_replica(stranger)
-        port = int(stranger.address.rpartition(":")[2])
-        async with loading(fleet, port):
-            await eventually(lambda: fleet.fleet.links[0].reported_state == "loading")
-            assert await shown(fleet) == ("connecting", "loading", "")
+        told.description.state = pb.STATE_LOADING
+        await eventually(lambda: fleet.fleet.links[0].reported_state == "loading")
+        assert await shown(fleet) == ("connecting", "loading", "")
+        told.description.state = pb.STATE_SERVING
+        told.description.tokenizer_fingerprint = "ours"
+        await eventually(lambda: fleet.fleet.links[0].state is State.READY)
 
 
 async def test_a_sleeping_replica_gets_nothing_and_comes_back_without_a_new_connection() -> None:

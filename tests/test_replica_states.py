@@ -5,6 +5,7 @@ import math
 import mmap
 import re
 import threading
+import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -48,7 +49,8 @@ def shown(metrics_address: str) -> set[str]:
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
+        async with asyncio.timeout(PATIENCE_S):
+            await call
     return caught.value.code(), caught.value.details() or ""
 
 
@@ -187,8 +189,8 @@ def test_a_process_that_cannot_start_tells_why_and_ends(
     assert f"hotbranch replica: {found.problem}\n" in here.log.read_text()
 
 
-def test_a_signal_ends_a_process_that_loads(tmp_path: Path, smollm2: Path) -> None:
-    with process(tmp_path / "log", *command("--model", str(smollm2))) as here:
+def test_a_signal_ends_a_process_that_loads(tmp_path: Path) -> None:
+    with process(tmp_path / "log", str(ROOT / "tests" / "loading_replica.py")) as here:
         address_of(here)
         here.popen.terminate()
         assert here.popen.wait(PATIENCE_S) == 0
@@ -248,6 +250,27 @@ async def test_a_dead_engine_is_told_until_it_works_again(monkeypatch: pytest.Mo
         await turns(here, pb.STATE_SERVING)
 
 
+async def test_steps_that_end_are_no_hang_however_long_a_request_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "GIVE_UP_S", math.inf)
+    async with replica(step_timeout_s=1) as here:
+        client = Client(here)
+        here.runner.pace_s = 0.1
+        await client.send(endless(1))
+        states = set()
+        for _ in range(30):
+            states.add((await here.stub.Describe(pb.DescribeRequest())).state)
+            await client.read_more()
+        assert states == {pb.STATE_SERVING}
+        here.runner.gate.clear()
+        await turns(here, pb.STATE_HUNG)
+        await client.send(submit(2))
+        assert (await client.refused(2)).reason == Rejection.REASON_OVERLOADED
+        here.runner.gate.set()
+        await turns(here, pb.STATE_SERVING)
+
+
 def test_a_process_whose_engine_hangs_ends_and_its_successor_has_a_new_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
@@ -261,8 +284,10 @@ def test_a_process_whose_engine_hangs_ends_and_its_successor_has_a_new_epoch(
                 stub = ReplicaStub(channel)
                 epochs.add(stub.Describe(pb.DescribeRequest()).epoch)
                 frames = stub.Serve(iter([ClientFrame(submit=[endless(1)])]), timeout=PATIENCE_S)
+                deadline = time.monotonic() + PATIENCE_S
                 while (found := stub.Describe(pb.DescribeRequest())).state == pb.STATE_SERVING:
-                    assert here.popen.poll() is None
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
                 assert found.state == pb.STATE_HUNG
                 assert "no step has ended" in found.problem
                 assert shown(metrics_address) == {"hung"}

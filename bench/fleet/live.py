@@ -18,7 +18,7 @@ from router.index.view import View
 from router.schedule.dispatch import QueueingDispatcher
 from router.schedule.scheduler import Rules
 
-START_S = 120.0  # for all replicas to listen
+START_S = 120.0  # for all replicas to serve
 POLL_S = 0.1
 TOLD_S = 5.0  # between two lines of progress
 

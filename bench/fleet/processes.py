@@ -17,7 +17,7 @@ class NotStarted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """Processes by their address. They listen some seconds after their start."""
+    """Processes by their address. They serve some seconds after their start."""
 
     processes: dict[str, subprocess.Popen[bytes]]
 
