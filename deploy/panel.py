@@ -4,10 +4,10 @@ import json
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console, Group, RenderableType
@@ -85,13 +85,16 @@ def look(host: str, port: int) -> Snapshot | None:
         return None
     replicas = None
     if status == 200:
-        names = Replica.__dataclass_fields__
-        entries = json.loads(listing)["replicas"]
-        for entry in entries:
-            if entry["reported_state"] not in ("", "serving"):
-                entry["state"] = in_words(entry["reported_state"])
-        replicas = [Replica(**{name: entry[name] for name in names}) for entry in entries]
+        replicas = [replica(entry) for entry in json.loads(listing)["replicas"]]
     return Snapshot(ready == 200, counters(exposition), replicas)
+
+
+def replica(entry: Mapping[str, Any]) -> Replica:
+    """A replica of the router's listing: what it reports of itself says more than its link."""
+    shown = {name: entry[name] for name in Replica.__dataclass_fields__}
+    if entry["reported_state"] not in ("", "serving"):
+        shown["state"] = in_words(entry["reported_state"])
+    return Replica(**shown)
 
 
 def _get(host: str, port: int, path: str) -> tuple[int, str]:

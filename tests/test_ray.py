@@ -80,6 +80,22 @@ hotbranch_cached_tokens_total{replica="r"} 60.0
     assert panel.counters("").hit_rate == 0.0
 
 
+@pytest.mark.parametrize(
+    ("state", "reported", "shown"),
+    [
+        ("ready", "serving", "ready"),
+        ("draining", "serving", "draining"),
+        ("connecting", "", "connecting"),
+        ("connecting", "loading", "loading weights"),
+        ("connecting", "out_of_memory", "out of memory"),
+    ],
+)
+def test_the_panel_shows_what_a_replica_reports(state: str, reported: str, shown: str) -> None:
+    entry: dict[str, object] = dict.fromkeys(panel.Replica.__dataclass_fields__, 0)
+    entry |= {"state": state, "reported_state": reported, "in_flight": 3}
+    assert panel.replica(entry).state == shown
+
+
 def test_builder_takes_strings_and_names_the_wrong_one() -> None:
     deployments = build({"model": "smollm2", "replicas": "3", "replica_gpus": "0.5"})
     assert deployments._bound_deployment.name == "Router"
@@ -290,5 +306,6 @@ def test_a_replica_that_cannot_start_says_why(foreign_ray: str) -> None:
         assert fleet.process.wait(WAIT_S) == 1
         (reason,) = (line for line in fleet.stderr().splitlines() if "cannot start" in line)
         assert reason.startswith("hotbranch: replica cannot start: ")
+        assert "out of memory: a KV pool of 1000000000000 tokens takes" in reason
         assert "Traceback" not in fleet.stderr()
     assert_untouched(foreign_ray)
