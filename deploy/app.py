@@ -12,10 +12,12 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from deploy.registry import Beat, Heart, RayDiscovery
+from deploy import autoscale
+from deploy.registry import Beat, Heart, RayDiscovery, each_beat
 from hotbranch import log
 from hotbranch.load_settings import load_settings
 from hotbranch.settings import EngineSettings, ReplicaSettings, UpSettings
@@ -35,6 +37,7 @@ class Replica:
 
     _heart: Heart | None = None
     _server: ReplicaServer | None = None
+    _sampler: asyncio.Task[None] | None = None
 
     async def __init__(self, settings: UpSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         log.setup(settings.log_level, settings.log_format, "replica")
@@ -57,16 +60,30 @@ class Replica:
             await server.stop(0)
             raise
         self._failure = asyncio.create_task(server.failure())
+        self._meter = autoscale.Meter()
+        self._sampler = asyncio.create_task(self._sample(server))
 
     async def check_health(self) -> None:
         """Raise when the engine has failed for good: Serve puts a new replica in its place."""
         if self._failure.done():
             raise RuntimeError(self._failure.result())
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the policy hears of this replica. Serve asks where the number may change."""
+        queued_s = self._heart.queued_s if self._heart else 0.0
+        return {**self._meter.read(), "queued_s": queued_s}
+
+    async def _sample(self, server: ReplicaServer) -> None:
+        while True:
+            self._meter.sample(server.engine_load())
+            await asyncio.sleep(autoscale.SAMPLE_S)
+
     async def __del__(self) -> None:
         """Serve awaits this when it stops the replica, be it while the weights are loading."""
         if self._heart:
             await self._heart.stop()
+        if self._sampler:
+            self._sampler.cancel()
         if self._server:
             await self._server.stop(self._drain_s)
 
@@ -79,10 +96,12 @@ class Router:
     async def __init__(self, settings: UpSettings, replicas: object) -> None:  # type: ignore[misc]
         log.setup(settings.log_level, settings.log_format, "router")
         self._settings = settings
-        discovery = RayDiscovery(serve.get_replica_context().app_name)
+        context = serve.get_replica_context()
+        discovery = RayDiscovery(context.app_name)
         gateway = await asyncio.to_thread(Gateway, settings, discovery)
         await gateway.start()
         self._gateway = gateway
+        self._telling = asyncio.create_task(each_beat(context.app_name, self._tell))
 
     async def __call__(self, request: Request) -> PlainTextResponse:
         """What comes through Serve's proxy belongs to the router's own port."""
@@ -97,12 +116,19 @@ class Router:
         _, writer = await asyncio.open_connection(self._settings.router_host, self._port())
         writer.close()
 
+    async def _tell(self, registry: Any) -> None:
+        """Tell replicas what waits here for them: it is as much work as what they have."""
+        assert self._gateway
+        router_id = serve.get_replica_context().replica_tag
+        await registry.queue.remote(router_id, self._gateway.dispatcher.queued_s)
+
     def _port(self) -> int:
         return self._gateway.port if self._gateway else self._settings.port
 
     async def __del__(self) -> None:
         """Serve awaits this when it stops the router."""
         if self._gateway:
+            self._telling.cancel()
             await self._gateway.stop(self._settings.drain_s)
 
 
@@ -122,7 +148,7 @@ def application(
         "max_constructor_retry_count": start_attempts,
     }
     replica = serve.deployment(
-        num_replicas=settings.replicas,
+        **_number(settings),
         ray_actor_options={"num_cpus": settings.replica_cpus, "num_gpus": settings.replica_gpus},
         **common,
     )(Replica)
@@ -131,6 +157,26 @@ def application(
         **common,
     )(Router)
     return router.bind(settings, replica.bind(settings))
+
+
+def _number(settings: UpSettings) -> dict[str, Any]:
+    """How many replicas: so many, or what their work needs."""
+    if not settings.max_replicas:
+        return {"num_replicas": settings.replicas}
+    policy = AutoscalingPolicy(  # type: ignore[no-untyped-call]
+        policy_function=autoscale.OutstandingWork,
+        policy_kwargs={"queue_s": settings.target_queue_s},
+    )
+    scaling = AutoscalingConfig(
+        min_replicas=settings.replicas,
+        max_replicas=settings.max_replicas,
+        upscale_delay_s=settings.scale_up_s,
+        downscale_delay_s=settings.scale_down_s,
+        look_back_period_s=autoscale.LOOK_BACK_S,
+        metrics_interval_s=autoscale.REPORT_S,
+        policy=policy,
+    )
+    return {"autoscaling_config": scaling}
 
 
 def node_address() -> str:

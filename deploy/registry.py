@@ -1,13 +1,14 @@
 """Where replicas on Ray say that they live, and where routers hear of it.
 
-One small named actor for each application holds what the replicas' heartbeats carry. A heartbeat
+One small named actor for each application holds what heartbeats carry: where replicas are, and what
+waits at routers, which replicas hear of in return. A heartbeat
 carries everything, so the actor has no state that a restart could lose; a young registry, which has
 not heard from everybody yet, takes nobody away from what a router already knows.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ class Directory:
 
     born: float
     _heard: dict[str, tuple[float, Beat]] = field(default_factory=dict)
+    _queues: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def hear(self, beat: Beat, now: float) -> None:
         """Keep a heartbeat in place of the last one of its replica."""
@@ -55,6 +57,17 @@ class Directory:
         }
         return [self._heard[name][1] for name in sorted(self._heard)]
 
+    def hear_queue(self, router_id: str, seconds: float, now: float) -> None:
+        """Keep what waits at a router, in seconds of prefill, in place of what it last said."""
+        self._queues[router_id] = (now, seconds)
+
+    def queued_s(self, now: float) -> float:
+        """What waits at the routers that are not silent."""
+        self._queues = {
+            name: entry for name, entry in self._queues.items() if now - entry[0] < EXPIRY_S
+        }
+        return sum(seconds for _, seconds in self._queues.values())
+
     def addresses(self, known: frozenset[str], now: float) -> frozenset[str]:
         """Where replicas listen; while the directory is young, `known` ones count as heard."""
         heard = frozenset(beat.address for beat in self.beats(now))
@@ -69,10 +82,17 @@ class Registry:
         self._end: asyncio.TimerHandle | None = None
         self._called()
 
-    async def beat(self, beat: Beat) -> None:
-        """Take a heartbeat."""
+    async def beat(self, beat: Beat) -> float:
+        """Take a heartbeat; the seconds of prefill that wait at the routers."""
         self._called()
-        self._directory.hear(beat, time.monotonic())
+        now = time.monotonic()
+        self._directory.hear(beat, now)
+        return self._directory.queued_s(now)
+
+    async def queue(self, router_id: str, seconds: float) -> None:
+        """Take what waits at a router."""
+        self._called()
+        self._directory.hear_queue(router_id, seconds, time.monotonic())
 
     async def leave(self, replica_id: str) -> None:
         """Take a replica away at once."""
@@ -127,13 +147,29 @@ def close_registry(app: str) -> None:
         ray.kill(ray.get_actor(_NAME, namespace=_namespace(app)))
 
 
+async def each_beat(app: str, call: Callable[[Any], Awaitable[None]]) -> None:
+    """Call the application's registry once a second, for ever."""
+    registry: Any = None
+    while True:
+        try:
+            registry = registry or await asyncio.to_thread(open_registry, app)
+            await asyncio.wait_for(call(registry), EXPIRY_S)
+        except (RayError, OSError):
+            registry = None
+        await asyncio.sleep(BEAT_S)
+
+
 class Heart:
-    """Tells the registry once a second what `beat` returns, from start to stop."""
+    """Tells the registry once a second what `beat` returns, from start to stop.
+
+    `queued_s` are the seconds of prefill that waited at the routers when it last answered.
+    """
 
     def __init__(self, app: str, beat: Callable[[], Beat]) -> None:
+        self.queued_s = 0.0
         self._app = app
         self._beat = beat
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = asyncio.get_running_loop().create_task(each_beat(app, self._tell))
 
     async def stop(self) -> None:
         """Say goodbye. Never raises: a registry that cannot be told learns it from the silence."""
@@ -143,15 +179,8 @@ class Heart:
             registry = await asyncio.to_thread(open_registry, self._app)
             await asyncio.wait_for(registry.leave.remote(self._beat().replica_id), BEAT_S)
 
-    async def _run(self) -> None:
-        registry: Any = None
-        while True:
-            try:
-                registry = registry or await asyncio.to_thread(open_registry, self._app)
-                await asyncio.wait_for(registry.beat.remote(self._beat()), EXPIRY_S)
-            except (RayError, OSError):
-                registry = None
-            await asyncio.sleep(BEAT_S)
+    async def _tell(self, registry: Any) -> None:
+        self.queued_s = await registry.beat.remote(self._beat())
 
 
 class RayDiscovery:

@@ -119,7 +119,8 @@ def _prepared(settings: UpSettings) -> UpSettings:
     if settings.model != name:
         changes["model"] = str(directory)
     if not settings.threads and not _foreign():
-        changes["threads"] = max(1, len(os.sched_getaffinity(0)) // settings.replicas)
+        cores = len(os.sched_getaffinity(0))
+        changes["threads"] = max(1, cores // settings.most_replicas)
     return settings.model_copy(update=changes)
 
 
@@ -135,7 +136,7 @@ def _ray(settings: UpSettings) -> Iterator[Place]:
         # Ray's own choice, 15, lets any other work on this machine starve the replicas.
         os.environ.setdefault("RAY_worker_niceness", "0")
         temp_dir = tempfile.mkdtemp(prefix="hotbranch-")
-        cpus = settings.replicas * settings.replica_cpus + settings.router_cpus
+        cpus = settings.most_replicas * settings.replica_cpus + settings.router_cpus
         options |= {
             "address": "local",
             "include_dashboard": False,
@@ -229,10 +230,12 @@ def _check_gpus(settings: UpSettings, place: Place) -> None:
     """Raise StartError when our own Ray will never have the GPUs that are asked for."""
     import ray
 
-    needed = settings.replicas * settings.replica_gpus
+    needed = settings.most_replicas * settings.replica_gpus
     there = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
     if place.owns_ray and needed > there:
-        raise StartError(f"{settings.replicas} replicas need {needed:g} GPUs, here are {there:g}")
+        raise StartError(
+            f"{settings.most_replicas} replicas need {needed:g} GPUs, here are {there:g}"
+        )
 
 
 def _wait(settings: UpSettings, registry: Any) -> None:

@@ -8,7 +8,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
@@ -175,9 +182,33 @@ class RaySettings(BaseModel):
     """How the processes lie on a Ray cluster."""
 
     replicas: Positive = Field(2, description="number of replicas")
+    max_replicas: int = Field(
+        0, ge=0, description="replicas that there may be while their work needs them; 0: no more"
+    )
+    target_queue_s: Seconds = Field(
+        2.0, description="seconds of prefill that may wait for a replica before there are more"
+    )
+    scale_up_s: float = Field(
+        10.0, ge=0, description="how long too much must have waited before replicas are added"
+    )
+    scale_down_s: float = Field(
+        300.0, ge=0, description="how long replicas must have been too many before they go"
+    )
     replica_gpus: float = Field(0.0, ge=0, description="GPUs of each replica")
     replica_cpus: float = Field(1.0, ge=0, description="CPUs Ray reserves for each replica")
     router_cpus: float = Field(0.1, ge=0, description="CPUs Ray reserves for the router")
+
+    @field_validator("max_replicas")
+    @classmethod
+    def _no_fewer(cls, most: int, info: ValidationInfo) -> int:
+        if 0 < most < info.data.get("replicas", 1):
+            raise ValueError("should be 0, or no less than replicas")
+        return most
+
+    @property
+    def most_replicas(self) -> int:
+        """So many replicas there are at most."""
+        return max(self.replicas, self.max_replicas)
 
 
 class UpSettings(EngineSettings, GatewaySettings, RaySettings):

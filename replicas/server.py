@@ -21,7 +21,7 @@ from hotbranch.settings import ReplicaSettings
 from hotbranch.states import NAMES
 from hotbranch.v1 import replica_pb2 as pb
 from hotbranch.v1 import replica_pb2_grpc
-from replicas.engine import Engine, Facts, Fault, StartError
+from replicas.engine import Engine, Facts, Fault, Load, StartError
 from replicas.metrics import Metrics
 from replicas.service import Service, new_epoch
 
@@ -143,6 +143,11 @@ class ReplicaServer:
         self._service.attach(engine, full)
         self._metrics.attach(full, engine.load)
         await self._tell_health()
+
+    def engine_load(self) -> Load:
+        """How busy the engine is, once there is one."""
+        assert self._engine
+        return self._engine.load()
 
     async def failure(self) -> str:
         """Return, with the reason, once the engine has failed for good."""

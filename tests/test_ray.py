@@ -1,5 +1,6 @@
 """The Ray application and `hotbranch up`, on real Ray with the real model."""
 
+import json
 import os
 import re
 import secrets
@@ -8,11 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Event
 from typing import TextIO
 
 import httpx
@@ -38,6 +41,25 @@ import sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False)
 assert ray.get(ray.put("alive")) == "alive"
 assert not ray.util.list_named_actors(all_namespaces=True)
+"""
+QUICK = """
+import sys
+from deploy import autoscale
+from hotbranch.cli import main
+autoscale.REPORT_S, autoscale.LOOK_BACK_S = 1.0, 4.0
+autoscale.BUSY = 9.0  # only what waits asks for replicas, most of it at the router
+sys.exit(main(sys.argv[1:]))
+"""
+SLOW_PREFILL = """
+step_s: 0.01
+prefill_s: 2.0e-3
+decode_s: 0
+context_s: 0
+attention_s: 0
+chunk_tokens: 512
+kv_tokens: 100000
+kv_token_bytes: 1
+max_context: 8192
 """
 SMALL = ["--port=0", "--kv-tokens=2048", "--max-context=1024", "--drain-s=5"]
 
@@ -145,6 +167,29 @@ class Fleet:
         body = {"model": "smollm2", "messages": [message], "max_tokens": 2}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=WAIT_S)
 
+    def keep_asking(self, number: int, enough: Event) -> list[int]:
+        """Send one new prompt after the other; the statuses of the answers."""
+        statuses = []
+        while not enough.is_set():
+            prompt = [1000 + number, 1000 + len(statuses), *range(700)]
+            body = {"model": "smollm2", "prompt": prompt, "max_tokens": 1}
+            answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S)
+            statuses.append(answer.status_code)
+        return statuses
+
+    def stream(self, number: int, tokens: int, used: list[str]) -> int:
+        """Generate so many tokens, on a replica that is added to `used`; how many came."""
+        prompt = [2000 + number, *range(300)]
+        body = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens}
+        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        url = f"{self.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=WAIT_S) as answer:
+            used.append(answer.headers["x-hotbranch-replica"])
+            *_, usage, done = (line for line in answer.iter_lines() if line)
+        assert done == "data: [DONE]"
+        count: int = json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"]
+        return count
+
     def ready(self) -> dict[str, str]:
         """Epochs of the replicas the router sends requests to."""
         listing = httpx.get(f"{self.url}/admin/replicas", timeout=WAIT_S).json()["replicas"]
@@ -152,8 +197,10 @@ class Fleet:
 
 
 @contextmanager
-def up(*flags: str, ray_address: str = "") -> Iterator[Fleet]:
-    command = [sys.executable, "-X", "faulthandler", "-m", "hotbranch", "up", *flags]
+def up(
+    *flags: str, ray_address: str = "", program: Sequence[str] = ("-m", "hotbranch")
+) -> Iterator[Fleet]:
+    command = [sys.executable, "-X", "faulthandler", *program, "up", *flags]
     environment = os.environ | {"RAY_ADDRESS": ray_address}
     with TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -259,6 +306,34 @@ def test_ctrl_c_ends_everything_that_was_started(fleet: Fleet) -> None:
     left = fleet.family & parents().keys()
     assert not left, [command_of(pid) for pid in left]
     assert "Traceback" not in fleet.stderr()
+
+
+@pytest.mark.slow
+def test_replicas_come_with_the_work_and_finish_theirs_when_they_go(tmp_path: Path) -> None:
+    profile = tmp_path / "slow.yaml"
+    profile.write_text(SLOW_PREFILL)
+    flags = ["--port=0", "--engine=simulated", f"--profile={profile}", "--drain-s=60"]
+    flags += ["--replicas=1", "--max-replicas=2", "--target-queue-s=4"]
+    flags += ["--scale-up-s=0", "--scale-down-s=1"]
+    with up(*flags, program=("-c", QUICK)) as fleet, ThreadPoolExecutor(12) as pool:
+        fleet.wait_ready()
+        (first,) = fleet.ready()
+        enough, used = Event(), list[str]()
+        streams = [pool.submit(fleet.stream, number, 2000, used) for number in range(2)]
+        eventually(lambda: used == [first, first])
+        crowd = [pool.submit(fleet.keep_asking, number, enough) for number in range(6)]
+        try:
+            eventually(lambda: len(fleet.ready()) == 2)
+            streams += [pool.submit(fleet.stream, number, 2000, used) for number in range(2, 6)]
+            eventually(lambda: set(used) == fleet.ready().keys())
+        finally:
+            enough.set()
+        assert all(status == 200 for asked in crowd for status in asked.result(WAIT_S))
+        eventually(lambda: len(fleet.ready()) == 1)
+        assert any(not stream.done() for stream in streams), "nothing was left to finish"
+        assert [stream.result(WAIT_S) for stream in streams] == [2000] * len(streams)
+        assert len(fleet.ready()) == 1
+        assert fleet.interrupt() == 0, fleet.stderr()
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,15 @@ class QueueingDispatcher:
         return len(self._waiting)
 
     @property
+    def queued_s(self) -> float:
+        """Seconds of prefill that wait for their turn, on one replica after the other."""
+        return sum(
+            server.queue.tokens * server.prefill_s_per_token
+            for scheduler in self._schedulers.values()
+            for server in scheduler.servers.values()
+        )
+
+    @property
     def stolen(self) -> int:
         """Prompts that an idle replica took from another one's queue."""
         return sum(scheduler.stolen for scheduler in self._schedulers.values())
