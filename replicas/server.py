@@ -206,10 +206,10 @@ class ReplicaServer:
         """Follow the state of the engine, and tell those who ask."""
         loop = asyncio.get_running_loop()
         condition, sick_since = self._service.condition, math.inf
-        while True:
+        while not self._failure.done():  # what it has failed of stays told
             condition.look(loop.time())
             sick_since = min(sick_since, loop.time()) if condition.sick else math.inf
-            if loop.time() - sick_since >= GIVE_UP_S and not self._failure.done():
+            if loop.time() - sick_since >= GIVE_UP_S:
                 self._failure.set_result(self._description.problem)
             await self._tell_health()
             await asyncio.sleep(HEALTH_INTERVAL_S)

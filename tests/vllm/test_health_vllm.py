@@ -85,7 +85,7 @@ def test_an_engine_that_hangs_with_work(tmp_path: Path) -> None:
         assert replica.metric('hotbranch_replica_state{state="serving"}') == 1
         os.kill(replica.core(), signal.SIGSTOP)
         assert replica.wait(PATIENCE_S) == 1
-    assert watch.states[-1] == "STATE_HUNG"
+    assert watch.states == ["STATE_LOADING", "STATE_SERVING", "STATE_HUNG"]
     assert "step" in watch.problem
 
 
@@ -96,9 +96,9 @@ def test_an_engine_that_hangs_with_work(tmp_path: Path) -> None:
         (["--model", "{model}"], {}, "STATE_MODEL_NOT_FOUND", 2),
         ([], {"num_gpu_blocks_override": str(BLOCKS // 4)}, "STATE_OUT_OF_MEMORY", 3),
         ([], {"enforce_eagr": "true"}, "STATE_START_FAILED", 2),
-        ([], {"reasoning_parser": "deepseek_r1"}, "STATE_START_FAILED", 2),
+        ([], {"tool_call_parser": "no_such"}, "STATE_START_FAILED", 2),
     ],
-    ids=["no weights", "no room for a context", "a slip", "no such token"],
+    ids=["no weights", "no room for a context", "a slip", "no such parser"],
 )
 def test_an_engine_that_does_not_start(
     smollm2: Path,
