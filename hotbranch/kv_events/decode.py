@@ -107,7 +107,7 @@ def decode(payload: bytes) -> Batch:
     try:
         batch = _read(_decoder.decode(payload), _Batch)
         return Batch(batch.data_parallel_rank, [_event(event) for event in batch.events])
-    except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise Malformed(f"not a batch of KV-cache events: {error!r}") from error
 
 
@@ -127,7 +127,8 @@ def _event(event: list[Any] | dict[str, Any]) -> Event:
 
 def _read(fields: list[Any] | dict[str, Any], kind: type[_Struct]) -> _Struct:
     if isinstance(fields, list):
-        return _read(dict(zip(kind.__struct_fields__, fields, strict=False)), kind)
+        names = (name for name in kind.__struct_fields__ if name != "cache_salt")
+        return _read(dict(zip(names, fields, strict=False)), kind)
     return msgspec.convert(fields, kind, builtin_types=(bytes,))  # no bytes out of base64
 
 

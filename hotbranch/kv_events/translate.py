@@ -212,33 +212,37 @@ class Translator:
 
     def _names_of(self, event: Stored) -> list[Name]:
         """What is known of a hash goes first: offloading tiers leave out what vLLM hashed, too."""
-        names: list[Name] = []
-        for block in event.hashes:
-            known = self._names.get(block)
-            if not isinstance(known, int):
-                break
-            names.append(known)
-        start, count = len(names), len(event.hashes)
-        if start == count:
-            return names
         salt, plain = _extras(event)
-        seed: Name
-        if names:
-            seed = names[-1]
-        elif event.parent is None:
-            seed = root(self._model, event.lora or "", salt)
+        before: Name
+        if event.parent is None:
+            before = root(self._model, event.lora or "", salt)
         else:
-            seed = self._names.get(event.parent, "unknown_parent")
+            before = self._names.get(event.parent, "unknown_parent")
+        known = [self._names.get(block) for block in event.hashes]
+        names: list[Name] = []
+        while (start := len(names)) < len(known):
+            if isinstance(name := known[start], int):
+                names.append(name)
+            else:
+                ends = (end for end in range(start, len(known)) if isinstance(known[end], int))
+                names += self._new_names(event, start, next(ends, len(known)), before, plain)
+            before = names[-1]
+        return names
+
+    def _new_names(
+        self, event: Stored, start: int, end: int, before: Name, plain: int
+    ) -> list[Name]:
+        """Of blocks `start` to `end`, of which those from `plain` on are of more than token ids."""
         width = event.block_size * TOKEN_BYTES
         if not event.token_ids:
-            seed = "unknown_tokens"
-        elif event.block_size != self._size or len(event.token_ids) != count * width:
-            seed = "block_size"
-        if isinstance(seed, int):
-            tokens = event.token_ids[start * width : plain * width]
-            names += block_keys(tokens, event.block_size, seed)
-            seed = "multimodal"
-        return names + [seed] * (count - len(names))
+            before = "unknown_tokens"
+        elif event.block_size != self._size or len(event.token_ids) != len(event.hashes) * width:
+            before = "block_size"
+        if isinstance(before, str):
+            return [before] * (end - start)
+        tokens = event.token_ids[start * width : min(end, plain) * width]
+        keys = block_keys(tokens, event.block_size, before)
+        return [*keys, *["multimodal"] * (end - start - len(keys))]
 
     def _report(self, block: Id, key: int, copies: int, tier: Tier, changes: Changes) -> None:
         runs, parent = changes.stored, self._parents[block]
