@@ -16,6 +16,7 @@ from hotbranch.flags import Parser, add_flags
 from hotbranch.load_settings import FIELDS, SettingsError, flag, load_settings, suggestion
 from hotbranch.settings import (
     Common,
+    DoctorSettings,
     ReplicaSettings,
     RouterSettings,
     SimulateSettings,
@@ -47,6 +48,13 @@ COMMANDS: Mapping[str, Command] = {
         SimulateSettings,
         "bench.fleet.main",
         bare="trace",
+        prepares=False,
+    ),
+    "doctor": Command(
+        "examine a running fleet: what is wrong, and how to mend it",
+        DoctorSettings,
+        "deploy.doctor.main",
+        bare="url",
         prepares=False,
     ),
     "model": Command("make the model ready and print its directory", Common, None),

@@ -37,6 +37,11 @@ def add_flags(parser: Parser, kind: type[BaseModel]) -> None:
             field = kind.model_fields[name]
             if name in records:
                 continue
+            if field.annotation is bool:
+                group.add_argument(
+                    *_flags(name, field), dest=name, action="store_true", help=_help(name, field)
+                )
+                continue
             many = get_origin(field.annotation) in (list, dict)
             group.add_argument(
                 *_flags(name, field),
@@ -71,5 +76,9 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _help(name: str, field: FieldInfo) -> str:
-    default = "" if field.default in ("", None, [], {}) else f"{field.default}, "
+    default = (
+        ""
+        if field.default in ("", None, [], {}) or field.default is False
+        else f"{field.default}, "
+    )
     return f"{field.description} [{default}{variable(name)}]".replace("%", "%%")

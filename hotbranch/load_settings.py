@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from hotbranch.settings import (
+    DoctorSettings,
     RayLlmSettings,
     ReplicaSettings,
     RouterSettings,
@@ -27,6 +28,7 @@ PREFIX = "HOTBRANCH_"
 CONFIG = "HOTBRANCH_CONFIG"
 FIELDS: Mapping[str, FieldInfo] = {
     **RayLlmSettings.model_fields,
+    **DoctorSettings.model_fields,
     **SimulateSettings.model_fields,
     **ReplicaSettings.model_fields,
     **RouterSettings.model_fields,

@@ -230,6 +230,23 @@ class RayLlmSettings(BaseModel):
     )
 
 
+class DoctorSettings(Common):
+    """Settings of an examination."""
+
+    url: str = Field(
+        "http://127.0.0.1:8080",
+        pattern=r"^https?://[^/\s]+/?$",
+        description="the router; also the bare argument",
+    )
+    api_key: str = Field("", description="a tenant's key")
+    admin_key: str = Field("", description="the key for /admin")
+    as_json: bool = Field(
+        False,
+        description="findings as JSON",
+        json_schema_extra={"alias": "--json"},
+    )
+
+
 class SimulateSettings(Common):
     """Settings of a simulation."""
 

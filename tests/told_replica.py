@@ -72,9 +72,11 @@ class ToldReplica(ReplicaServicer):
 
 
 @asynccontextmanager
-async def told_replica(name: str = "", **changes: Any) -> AsyncIterator[ToldReplica]:
+async def told_replica(
+    name: str = "", kind: type[ToldReplica] = ToldReplica, **changes: Any
+) -> AsyncIterator[ToldReplica]:
     """A started one; `changes` are fields of its Description."""
-    told = ToldReplica(  # type: ignore[abstract]
+    told = kind(
         Description(
             epoch=EPOCH,
             model=MODEL,
