@@ -18,6 +18,7 @@ from hotbranch.settings import RouterSettings
 from router.api.app import App
 from router.api.http import Request
 from router.generation import Refused, Unavailable
+from router.prompt.models import Catalog
 
 
 @pytest_asyncio.fixture
@@ -313,7 +314,7 @@ def test_no_body_makes_the_server_fail(smollm2: Path, data: st.DataObject) -> No
         ready: Collection[str] = ()
         app = App(
             RouterSettings.model_validate({}),
-            {"smol": model(smollm2)},
+            Catalog({"smol": model(smollm2)}, lambda: {"tuned": "smol"}),
             Fleet(280),
             Notes(),
             lambda: ready,
