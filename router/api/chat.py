@@ -10,9 +10,11 @@ from router.api.fields import Fields
 from router.api.logprobs import chat_logprobs
 from router.api.schema import MAX_LOGPROBS
 from router.api.shape import FINISH, Choice
-from router.api.tools import Tools, read_effort
+from router.api.tools import Tools
 from router.prompt.render import Chat
 from router.prompt.tokenizer import Tokenizer
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def read_chat(fields: Fields, tools: Tools) -> Chat:
@@ -44,9 +46,11 @@ def read_logprobs(fields: Fields) -> int | None:
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
     """As in vLLM, an effort is told to the template, and whether to think at all."""
     given = fields.mapping("chat_template_kwargs")
-    effort = read_effort(fields)
+    effort = fields.string("reasoning_effort")
     if effort is None:
         return given
+    if effort not in EFFORTS:
+        raise invalid(f"must be one of {', '.join(EFFORTS)}", "reasoning_effort")
     return {"enable_thinking": effort != "none", **given, "reasoning_effort": effort}
 
 

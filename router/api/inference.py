@@ -57,7 +57,7 @@ class Inference:
         tools = read_tools(fields)
         conversation = chat.read_chat(fields, tools)
         ids = await _tokenised(request, lambda: _render(model, conversation))
-        parsing = read_parsing(fields, conversation, tools, options.stream)
+        parsing = read_parsing(fields, conversation, tools)
         tokenizer = model.renderer.tokenizer
         shape = chat.ChatShape(request.request_id, tokenizer, logprobs is not None, tools)
         return await self._answer(request, asked, options, "messages", [ids], shape, parsing)

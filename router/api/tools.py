@@ -11,8 +11,6 @@ from router.api.fields import Fields
 from router.generation import Ability
 from router.prompt.render import Chat
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
 
 @dataclass(frozen=True, slots=True)
 class Tools:
@@ -40,13 +38,6 @@ def read_tools(fields: Fields) -> Tools:
     return Tools(tools, choice, fields.flag("parallel_tool_calls", True))
 
 
-def read_effort(fields: Fields) -> str | None:
-    effort = fields.string("reasoning_effort")
-    if effort is not None and effort not in EFFORTS:
-        raise invalid(f"must be one of {', '.join(EFFORTS)}", "reasoning_effort")
-    return effort
-
-
 @dataclass(frozen=True, slots=True)
 class Parsing:
     """What a reply is parsed for, if it is: the contract's `chat`, and who has to be able to."""
@@ -59,27 +50,23 @@ class Parsing:
 UNPARSED = Parsing()
 
 
-def read_parsing(fields: Fields, chat: Chat, tools: Tools, stream: bool) -> Parsing:
+def read_parsing(fields: Fields, chat: Chat, tools: Tools) -> Parsing:
     """Of a request whose messages have been rendered. A call that is forced takes a replica that
     finds it; one that may come, where there is such a replica."""
-    told = _told(fields, chat, tools, stream)
+    told = _told(fields, chat, tools)
     if tools.forced:
         return Parsing(told, {Ability.PARSES: "tool_choice"})
     return Parsing(told, wants=frozenset([Ability.PARSES] if tools.choice == "auto" else []))
 
 
-def _told(fields: Fields, chat: Chat, tools: Tools, stream: bool) -> str:
+def _told(fields: Fields, chat: Chat, tools: Tools) -> str:
     calls = (message.get("tool_calls") for message in chat.messages if _assistant(message))
     told = {
         "tools": tools.defined,
         "tool_choice": tools.choice if tools.defined else None,
         "parallel_tool_calls": None if tools.parallel else False,
         "include_reasoning": None if fields.flag("include_reasoning", True) else False,
-        "reasoning_effort": read_effort(fields),
-        "chat_template_kwargs": fields.mapping("chat_template_kwargs") or None,
-        "add_generation_prompt": None if chat.add_generation_prompt else False,
-        "continue_final_message": chat.continue_final_message or None,
-        "stream": stream or None,
+        "chat_template_kwargs": chat.template_kwargs or None,
         "history_tool_calls": sum(len(some or ()) for some in calls) or None,
     }
     return orjson.dumps({name: v for name, v in told.items() if v is not None}).decode()
