@@ -100,4 +100,12 @@ def simulated(settings: EngineSettings, directory: Path, tokenizer: Tokenizer) -
 def open_text(tokenizer: Tokenizer, request: Request) -> TextStream:
     """The text of a request: behind its prompt, up to its stop strings."""
     prompt = memoryview(request.prompt).cast("I")
-    return TextStream(tokenizer, request.sampling.stop, prompt[-CONTEXT:].tolist())
+    sampling = request.sampling
+    return TextStream(
+        tokenizer,
+        sampling.stop,
+        prompt[-CONTEXT:].tolist(),
+        sampling.include_stop,
+        sampling.min_tokens,
+        sampling.special_tokens,
+    )

@@ -68,6 +68,9 @@ class Sampling:
     logprobs: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
     structure: Structure | None = None
+    min_tokens: int = 0
+    include_stop: bool = False  # the stop string, or what the stop id spells, stays in the text
+    special_tokens: bool = False  # shown in the text
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ def _invalid_sampling(sampling: serve_pb2.Sampling, vocab_size: int) -> str:
         return "temperature, penalties and logit_bias must be finite"
     for wrong, name, rule in (
         (sampling.max_tokens < 1, "max_tokens", "at least 1"),
+        (sampling.min_tokens > sampling.max_tokens, "min_tokens", "at most max_tokens"),
         (sampling.temperature < 0, "temperature", "at least 0"),
         (not 0 <= sampling.top_p <= 1, "top_p", "between 0 and 1"),
         (not 0 <= sampling.min_p <= 1, "min_p", "between 0 and 1"),
@@ -82,6 +83,9 @@ def to_request(id: int, submit: Submit) -> Request:
         logprobs=given.logprobs if given.HasField("logprobs") else None,
         logit_bias=dict(given.logit_bias),
         structure=_structure(given.structure),
+        min_tokens=given.min_tokens,
+        include_stop=given.include_stop,
+        special_tokens=given.special_tokens,
     )
     return Request(
         id,

@@ -1,15 +1,28 @@
 """What the API sees of a request that was placed: one route, its deltas, its end."""
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Protocol
 
 from hotbranch.v1.serve_pb2 import Delta, Sampling
 
 
+class Ability(StrEnum):
+    """What some replicas can, and others cannot."""
+
+    STRUCTURES = "hold a reply to a structure"
+    PARSES = "find tool calls in a reply"
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenised prompt and the namespace it is cached under. `token_ids` is uint32 LE bytes."""
+    """A tokenised prompt and the namespace it is cached under. `token_ids` is uint32 LE bytes.
+
+    `needs` maps what its replica must be able to do to the field that asks for it; `wants` is what
+    it should be able to do where one of the fleet can. `chat` is the contract's, for a replica that
+    parses.
+    """
 
     model: str
     token_ids: bytes
@@ -20,6 +33,9 @@ class Prompt:
     priority: int = 0
     deadline_s: float = 0.0
     session: str = ""  # as the client names it
+    chat: str = ""
+    needs: Mapping[Ability, str] = field(default_factory=dict)
+    wants: frozenset[Ability] = frozenset()
 
 
 class Unavailable(Exception):
@@ -32,7 +48,14 @@ class Unavailable(Exception):
 
 
 class Refused(Exception):
-    """The engine says that this request can never run: HTTP 400."""
+    """This request can never run, says the engine, or no replica is one that could: HTTP 400.
+
+    `field` names what asks for too much, where that is known.
+    """
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Route(Protocol):

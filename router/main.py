@@ -24,7 +24,7 @@ from router.index.index import Index
 from router.index.view import View
 from router.observe.admin import Admin
 from router.observe.metrics import Metrics
-from router.prompt.models import Model, load_model
+from router.prompt.models import Catalog, Model, load_model
 from router.schedule.dispatch import QueueingDispatcher
 from router.schedule.policies import policy
 from router.schedule.scheduler import Rules
@@ -70,7 +70,7 @@ class Router:
         admin = Admin(self.fleet, self.index)
         self._app = App(
             settings,
-            models,
+            Catalog(models, self.adapters),
             self.dispatcher,
             self.metrics,
             self.ready_models,
@@ -88,6 +88,16 @@ class Router:
             link.description.model
             for link in self.fleet.links
             if link.state is State.READY and link.description
+        }
+
+    def adapters(self) -> dict[str, str]:
+        """Names of LoRA adapters that some replica has, to served names. One that is away for a
+        while is still known: to ask again later helps."""
+        return {
+            adapter: link.description.model
+            for link in self.fleet.links
+            if link.state is not State.REFUSED and link.description
+            for adapter in link.description.adapters
         }
 
     def ready(self) -> bool:

@@ -19,7 +19,7 @@ from hotbranch.v1 import serve_pb2 as pb
 from router.api.app import App
 from router.api.http import Request, Response, Running, serve
 from router.generation import Prompt
-from router.prompt.models import Model, load_model
+from router.prompt.models import Catalog, Model, load_model
 
 WORDS = [" one", " two", " three", " four"]
 
@@ -182,7 +182,13 @@ async def start(smollm2: Path, **overrides: Any) -> Site:
     router_settings = RouterSettings.model_validate({"max_body_bytes": 1 << 20, **overrides})
     admin = {"/admin/hello": {"GET": hello}}
     app = App(
-        router_settings, {"smol": model(smollm2)}, fleet, notes, ready_models, registry, admin
+        router_settings,
+        Catalog({"smol": model(smollm2)}, lambda: {"tuned": "smol"}),
+        fleet,
+        notes,
+        ready_models,
+        registry,
+        admin,
     )
     listening = await serve(app, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{listening.port}"

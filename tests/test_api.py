@@ -93,6 +93,9 @@ async def test_every_parameter_reaches_the_engine(site: Site) -> None:
             "repetition_penalty": 1.5,
             "stop_token_ids": [3],
             "ignore_eos": True,
+            "min_tokens": 2,
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
             "priority": -2,
             "an_unknown_field": {"x": 1},
         },
@@ -114,6 +117,9 @@ async def test_every_parameter_reaches_the_engine(site: Site) -> None:
         ignore_eos=True,
         logprobs=2,
         logit_bias={7: -100},
+        min_tokens=2,
+        include_stop=True,
+        special_tokens=True,
     )
 
 
@@ -332,8 +338,11 @@ async def test_tokenize_and_detokenize(site: Site) -> None:
 
 async def test_models(site: Site) -> None:
     client = site.openai()
-    assert [model.id async for model in client.models.list()] == ["smol"]
-    assert (await client.models.retrieve("smol")).owned_by == "hotbranch"
+    assert [model.id async for model in client.models.list()] == ["smol", "tuned"]
+    model, adapter = [await client.models.retrieve(name) for name in ("smol", "tuned")]
+    assert model.owned_by == adapter.owned_by == "hotbranch"
+    assert (model.to_dict()["parent"], adapter.to_dict()["parent"]) == (None, "smol")
+    assert (model.to_dict()["root"], adapter.to_dict()["root"]) == ("smol", "tuned")
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("some/other")
 

@@ -18,6 +18,7 @@ from hotbranch.settings import RouterSettings
 from router.api.app import App
 from router.api.http import Request
 from router.generation import Refused, Unavailable
+from router.prompt.models import Catalog
 
 
 @pytest_asyncio.fixture
@@ -29,6 +30,8 @@ async def site(smollm2: Path) -> AsyncIterator[Site]:
 # Bad input
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
 CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"model": None}, "model"),
     ({"model": 7}, "model"),
@@ -83,11 +86,34 @@ CHAT_FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 4}, "min_tokens"),
+    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+    ({"bad_words": ["x"]}, "bad_words"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"thinking_token_budget": 0}, "thinking_token_budget"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"echo": True}, "echo"),
+    ({"reasoning_effort": "some"}, "reasoning_effort"),
+    ({"include_reasoning": "yes"}, "include_reasoning"),
     ({"tools": [{"type": "x"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": {}}, "tools"),
+    ({"tools": [TOOL], "parallel_tool_calls": 3}, "parallel_tool_calls"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"function": {}}}, "tool_choice.function.name"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice.function.name",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": "{}"}}]},
+        "tools[0].function.parameters",
+    ),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "auto"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -260,6 +286,13 @@ MESSAGE = st.fixed_dictionaries(
     optional={"content": JSON, "tool_calls": JSON, "name": JSON, "extra": JSON},
 )
 FIELDS = [
+    "structured_outputs",
+    "guided_json",
+    "guided_choice",
+    "parallel_tool_calls",
+    "reasoning_effort",
+    "include_reasoning",
+    "min_tokens",
     "temperature",
     "top_p",
     "top_k",
@@ -313,7 +346,7 @@ def test_no_body_makes_the_server_fail(smollm2: Path, data: st.DataObject) -> No
         ready: Collection[str] = ()
         app = App(
             RouterSettings.model_validate({}),
-            {"smol": model(smollm2)},
+            Catalog({"smol": model(smollm2)}, lambda: {"tuned": "smol"}),
             Fleet(280),
             Notes(),
             lambda: ready,

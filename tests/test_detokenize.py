@@ -212,6 +212,37 @@ def test_streams_end_before_a_stop_string(before: str, stop: str, after: str) ->
     assert ("".join(pieces), matched) == (text[: text.index(stop)], stop)
 
 
+@given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
+@settings(max_examples=200, deadline=None)
+def test_a_stop_string_that_is_included_ends_the_text(text: str, stop: list[str]) -> None:
+    scan = StopScan(tuple(stop), include=True)
+    sent, matched = scan.push(text)
+    before, expected = by_definition(text, stop)
+    assert matched == expected
+    assert sent + scan.flush() == before + (expected or "")
+
+
+def test_no_stop_string_begins_in_the_first_tokens() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("the fox the fox").ids
+    least = ids.index(tokenizer.encode(" the").ids[0])
+    for count, text in ((0, "the "), (least, "the fox the ")):
+        text_stream, sent = TextStream(tokenizer, ("fox",), min_tokens=count), ""
+        for token in ids:
+            piece, matched = text_stream.push(token)
+            sent += piece
+            if matched:
+                break
+        assert (sent, matched) == (text, "fox")
+
+
+def test_special_tokens_are_shown_on_demand() -> None:
+    tokenizer = byte_level()
+    text_stream = TextStream(tokenizer, special_tokens=True)
+    ids = tokenizer.encode("the<eos>fox").ids
+    assert "".join(text_stream.push(id)[0] for id in ids) + text_stream.flush() == "the<eos>fox"
+
+
 def test_text_held_for_a_stop_string_is_flushed() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("the quick brown").ids

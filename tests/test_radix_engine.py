@@ -182,6 +182,10 @@ def test_text_follows_the_finish() -> None:
         (end,) = client.done(3)
         assert (end.finish, end.stop_reason, client.tokens(3)) == (Finish.STOP, "", out[:3])
         assert client.text(3) == f"{out[0]} {out[1]} "  # the stop token has no text
+        client.submit(4, prompt(9), most=5, stop_token_ids=frozenset({out[2]}), include_stop=True)
+        (end,) = client.done(4)
+        assert (end.finish, client.tokens(4)) == (Finish.STOP, out[:3])
+        assert client.text(4) == f"{out[0]} {out[1]} {out[2]} "
 
 
 def test_a_stop_string_in_the_last_token_is_a_stop() -> None:

@@ -86,6 +86,7 @@ WRONG: tuple[tuple[Callable[[Submit], object], str], ...] = (
     (lambda s: setattr(s.sampling, "repetition_penalty", -1), "repetition_penalty"),
     (lambda s: setattr(s.sampling, "logprobs", VOCABULARY + 1), "logprobs"),
     (lambda s: s.sampling.stop.append(""), "stop"),
+    (lambda s: setattr(s.sampling, "min_tokens", 1000), "min_tokens"),
     (lambda s: s.sampling.stop_token_ids.append(VOCABULARY), "token id 1000"),
     (lambda s: s.sampling.logit_bias.update({VOCABULARY: 1.0}), "token id 1000"),
 )

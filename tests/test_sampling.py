@@ -248,3 +248,13 @@ def test_logits_that_are_no_numbers_still_give_a_token_of_the_vocabulary() -> No
 def test_a_share_of_zero_never_falls_on_a_weight_of_zero() -> None:
     weights = torch.tensor([[0.0, 0.0, 0.5, 0.0, 0.5]]).repeat(3, 1)
     assert _invert(weights, [0.0, 0.5, 0.9999]).tolist() == [[2], [4], [4]]
+
+
+def test_nothing_ends_a_sequence_before_its_least_tokens() -> None:
+    values = torch.arange(float(VOCAB))[None]  # the higher the likelier
+    ends, stops = frozenset({VOCAB - 1, VOCAB - 3}), frozenset({VOCAB - 2})
+    params = {"min_tokens": 2, "stop_token_ids": stops}
+    for generated, expected in ((0, VOCAB - 4), (1, VOCAB - 4), (2, VOCAB - 1)):
+        grown = sequence([0], [1] * generated, **params)
+        (sampled,) = Sampler(ends).sample(values.clone(), [grown])
+        assert sampled.token == expected

@@ -124,6 +124,13 @@ def test_answers_depend_on_the_prompt_alone_and_end() -> None:
     assert outputs[2][0].cached_tokens == 48  # of 64, one block holds the token to sample from
 
 
+def test_an_answer_has_the_tokens_that_it_has_to_have_at_least() -> None:
+    some = served([request(1, [1, 2, 3], 1000, min_tokens=LONGEST + 50)])[1]
+    tokens = [token for output in some for token in output.tokens]
+    assert some[-1].finish == Finish.STOP
+    assert tokens.index(EOS) == LONGEST + 50
+
+
 def test_an_answer_is_as_long_as_it_was_asked_to_be_and_has_logprobs() -> None:
     asked = request(1, [1, 2, 3], 400, ignore_eos=True, logprobs=1)
     outputs = served([asked])[1]

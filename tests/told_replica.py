@@ -30,12 +30,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(eq=False)
 class ToldReplica(ReplicaServicer):
-    """Answers every submission with one token, and says that all it was believed to hold is so."""
+    """Answers every submission with `script`, one token where a test says nothing else, and says
+    that all it was believed to hold is so."""
 
     description: Description
     address: str = ""
+    script: Sequence[Delta] = (Delta(token_ids=bytes(4), text="a", finish=FINISH_REASON_LENGTH),)
     submits: list[Submit] = field(default_factory=list)
     updates: asyncio.Queue[CacheUpdate] = field(default_factory=asyncio.Queue)
+    server: grpc.aio.Server = field(init=False)
 
     def report(self, *paths: Sequence[int]) -> None:
         """A snapshot with a path of block keys for each rank."""
@@ -51,24 +54,20 @@ class ToldReplica(ReplicaServicer):
         async for frame in frames:
             assert isinstance(frame, ClientFrame)
             self.submits += frame.submit
-            yield ServerFrame(
-                deltas=[
-                    Delta(
-                        ticket=submit.ticket,
-                        token_ids=bytes(4),
-                        text="a",
-                        finish=FINISH_REASON_LENGTH,
-                        cached_tokens=submit.predicted_tokens,
-                    )
-                    for submit in frame.submit
-                ]
-            )
+            for step, said in enumerate(self.script):
+                yield ServerFrame(deltas=[_delta(said, step, submit) for submit in frame.submit])
 
     async def WatchCache(
         self, request: WatchRequest, context: Context
     ) -> AsyncIterator[CacheUpdate]:
         while True:
             yield await self.updates.get()
+
+
+def _delta(said: Delta, step: int, submit: Submit) -> Delta:
+    delta = Delta(ticket=submit.ticket, cached_tokens=None if step else submit.predicted_tokens)
+    delta.MergeFrom(said)
+    return delta
 
 
 @asynccontextmanager
@@ -90,7 +89,7 @@ async def told_replica(
         )
     )
     told.description.MergeFrom(Description(**changes))
-    server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+    server = told.server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
     add_ReplicaServicer_to_server(told, server)
     serving = health.aio.HealthServicer()
     await serving.set("", HealthCheckResponse.SERVING)

@@ -13,7 +13,8 @@ PENDING = 16  # tokens decoded beyond the context, at most; far more than a char
 class TextStream:
     """The text of one sequence. Pushed and flushed text, joined, is what decoding all ids gives,
     up to an incomplete last character and, after a match, up to the stop string; behind a `prompt`,
-    what it adds to the prompt's text.
+    what it adds to the prompt's text. `include_stop`: up to the end of the stop string. No stop
+    string begins in the first `min_tokens`. `special_tokens` have a text, too.
 
     A token is decoded together with the few before it, because a decoder may treat the first token
     of a text differently, and one character may span several tokens. `tokenizers`' own DecodeStream
@@ -22,10 +23,18 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), prompt: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        prompt: Sequence[int] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        special_tokens: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stop = StopScan(stop)
+        self._stop = StopScan(stop, include_stop)
+        self._unscanned = min_tokens
+        self._skips = not special_tokens
         self._ids: list[int] = []  # the window: context, then the tokens since
         self._text = ""  # the window's text
         for count in range(min(CONTEXT, len(prompt)), 0, -1):
@@ -53,6 +62,9 @@ class TextStream:
             self._slide()
         elif self._text == before == stable and self._context:
             self._ids.pop()  # a special token; without this a run of them grows the window
+        if self._unscanned:
+            self._unscanned -= 1
+            return new, None
         return self._stop.push(new)
 
     def flush(self) -> str:
@@ -63,7 +75,7 @@ class TextStream:
         return text if matched else text + self._stop.flush()
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skips)
 
     def _slide(self) -> None:
         """The tokens since the context become the context; what is held back stays so."""
@@ -81,12 +93,14 @@ class StopScan:
     not depend on how the text was cut into pieces.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], include: bool = False) -> None:
         self._stop = tuple(sorted(filter(None, stop), key=len, reverse=True))
+        self._include = include
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may go out, and the stop string that was found behind it."""
+        """The text that may go out, and the stop string that was found behind it, or, where it is
+        to be included, at its end."""
         if not text or not self._stop:
             return text, None
         text = self._held + text
@@ -94,7 +108,7 @@ class StopScan:
         found = [(text.find(stop) + len(stop), stop) for stop in self._stop if stop in text]
         if found:
             end, stop = min(found, key=lambda match: match[0])
-            return text[: end - len(stop)], stop
+            return text[: end if self._include else end - len(stop)], stop
         held = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - held :]
         return text[: len(text) - held], None

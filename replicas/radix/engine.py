@@ -246,7 +246,8 @@ class RadixEngine:
         if sampled is not None:
             output.tokens = [sampled.token]
             output.logprobs = [sampled.logprobs] if sampled.logprobs else None
-        if sampled is not None and finish != Finish.STOP:
+        shown = finish != Finish.STOP or sequence.request.sampling.include_stop
+        if sampled is not None and shown:
             output.text, matched = stream.text.push(sampled.token)
             if matched is not None:
                 self._scheduler.end(id, now)

@@ -41,7 +41,7 @@ class ModelRunner:
         self.device = model.weights.norm.device
         self.dtype = model.pool.dtype
         self._model = model
-        self._sampler = Sampler()
+        self._sampler = Sampler(self.eos_ids)
 
     @torch.inference_mode()
     def run(self, chunks: Seq[Chunk]) -> list[Sampled | None]:

@@ -1,7 +1,8 @@
 """Choosing tokens: one pass over a step's logits, each row under its own parameters.
 
-Order, as in vLLM: logit bias; repetition, frequency and presence penalties; temperature; min_p;
-top_k; top_p. Log probabilities are of the raw logits, before any of it.
+Order, as in vLLM: logit bias; repetition, frequency and presence penalties; no end before
+min_tokens; temperature; min_p; top_k; top_p. Log probabilities are of the raw logits, before any of
+it.
 """
 
 from collections.abc import Sequence as Seq
@@ -43,9 +44,13 @@ class Counts:
 
 
 class Sampler:
-    """Samples rows of logits and keeps each sequence's random state and penalty counts."""
+    """Samples rows of logits and keeps each sequence's random state and penalty counts.
 
-    def __init__(self) -> None:
+    `ends` are the ids that end a sequence, beside its own stop ids.
+    """
+
+    def __init__(self, ends: frozenset[int] = frozenset()) -> None:
+        self._ends = ends
         self._states: dict[Sequence, State] = {}
 
     def forget(self, sequence: Sequence) -> None:
@@ -65,6 +70,8 @@ class Sampler:
                 _bias(logits[row], sampling.logit_bias)
             if _penalised(sampling):
                 _penalise(logits[row], sampling, self._counts(sequence, logits[row]))
+            if sequence.generated < sampling.min_tokens:
+                logits[row, [*self._ends, *sampling.stop_token_ids]] = -torch.inf
         drawn = [row for row, sampling in enumerate(params) if sampling.temperature >= GREEDY_BELOW]
         tokens = logits.argmax(dim=-1).tolist()
         for row, token in zip(drawn, self._draw(logits, drawn, sequences), strict=True):

@@ -50,7 +50,8 @@ class SimulatedRunner:
         if seed is None:
             seed = self._seeds[sequence] = xxh3_64_intdigest(sequence.request.prompt)
         said, sampling = sequence.generated, sequence.request.sampling
-        over = said >= SHORTEST + seed % (LONGEST - SHORTEST) and not sampling.ignore_eos
+        length = max(sampling.min_tokens, SHORTEST + seed % (LONGEST - SHORTEST))
+        over = said >= length and not sampling.ignore_eos
         token = self._eos if over else self._text[(seed + said) % len(self._text)]
         if sampling.logprobs is None:
             return Sampled(token)

@@ -12,6 +12,9 @@ from vllm.tokenizers import TokenizerLike
 
 from replicas.engine import Output, Request, ToolCall
 
+# Of the calls that a conversation has, some parsers want to know how many there are.
+_EARLIER_CALL = {"id": "", "type": "function", "function": {"name": "", "arguments": "{}"}}
+
 
 class Parsers:
     """Opens a parser for each reply. Raises ValueError for names that vLLM has no parser of."""
@@ -40,10 +43,14 @@ class Parsers:
         enters `params`. Raises ValueError for a chat that vLLM refuses."""
         if not request.chat:
             return None
+        told = orjson.loads(request.chat)
+        calls = [_EARLIER_CALL] * told.pop("history_tool_calls", 0)
+        earlier = [{"role": "assistant", "content": "", "tool_calls": calls}] if calls else []
         chat = ChatCompletionRequest.model_validate(
-            {"messages": [], "model": self._config.model, **orjson.loads(request.chat)}
+            {"messages": earlier, "model": self._config.model, **told}
         )
         chat.structured_outputs = params.structured_outputs
+        chat.skip_special_tokens = params.skip_special_tokens
         kwargs = dict(chat.chat_template_kwargs or {})
         parser = self._parser(
             self._tokenizer,
@@ -98,6 +105,8 @@ class Parsing:
             finished=output.finish is not None,
         )
         output.text = (found.content or "") if found else ""
+        if not self._chat.include_reasoning:
+            output.logprobs = None
         if found is None:
             return
         if self._chat.include_reasoning:

@@ -36,6 +36,9 @@ def to_params(sampling: Sampling) -> SamplingParams:
         logprobs=sampling.logprobs,
         logit_bias=sampling.logit_bias or None,
         structured_outputs=_structured(sampling.structure),
+        min_tokens=sampling.min_tokens,
+        include_stop_str_in_output=sampling.include_stop,
+        skip_special_tokens=not sampling.special_tokens,
         output_kind=RequestOutputKind.DELTA,
     )
 

@@ -17,7 +17,7 @@ from router.api.info import Info
 from router.api.recorder import Recorder
 from router.api.tenancy import Tenants, admit_operator
 from router.generation import Dispatcher
-from router.prompt.models import Models
+from router.prompt.models import Catalog
 
 Handler = Callable[[Request], Awaitable[Response]]
 # Path, then method, to handler. A path that ends in a slash takes everything below it, which its
@@ -38,7 +38,7 @@ class App:
     def __init__(
         self,
         settings: GatewaySettings,
-        models: Models,
+        catalog: Catalog,
         dispatcher: Dispatcher,
         recorder: Recorder,
         ready: Callable[[], Collection[str]],
@@ -53,9 +53,9 @@ class App:
         self._admin = admin
         tenants = Tenants(settings.tenants)
         inference = Inference(
-            models, tenants, self.generator, settings.max_choices, settings.deadline_s, now
+            catalog, tenants, self.generator, settings.max_choices, settings.deadline_s, now
         )
-        info = Info(models, tenants, ready, registry)
+        info = Info(catalog, tenants, ready, registry)
         self._routes: Routes = {
             "/v1/chat/completions": {"POST": inference.chat},
             "/v1/completions": {"POST": inference.completions},

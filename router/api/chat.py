@@ -4,29 +4,33 @@ from typing import Any
 
 import orjson
 
-from hotbranch.v1.serve_pb2 import Delta
+from hotbranch.v1.serve_pb2 import Delta, ToolCall
 from router.api.errors import invalid
 from router.api.fields import Fields
 from router.api.logprobs import chat_logprobs
 from router.api.schema import MAX_LOGPROBS
 from router.api.shape import FINISH, Choice
+from router.api.tools import Tools
 from router.prompt.render import Chat
 from router.prompt.tokenizer import Tokenizer
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
-def read_chat(fields: Fields, add_special_tokens: bool = False) -> Chat:
+
+def read_chat(fields: Fields, tools: Tools) -> Chat:
     """The fields that make the prompt. Messages are checked where they are rendered."""
+    fields.refuse(["echo"], "is not supported")
     messages = fields.raw("messages")
     if not isinstance(messages, list) or not messages:
         raise invalid("must be a list of at least one message", "messages")
     return Chat(
         messages=messages,
-        tools=_tools(fields),
+        tools=tools.defined,
         documents=fields.objects("documents"),
         add_generation_prompt=fields.flag("add_generation_prompt", True),
         continue_final_message=fields.flag("continue_final_message", False),
-        template_kwargs=fields.mapping("chat_template_kwargs"),
-        add_special_tokens=fields.flag("add_special_tokens", add_special_tokens),
+        template_kwargs=_template_kwargs(fields),
+        add_special_tokens=fields.flag("add_special_tokens", False),
     )
 
 
@@ -39,30 +43,31 @@ def read_logprobs(fields: Fields) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _tools(fields: Fields) -> list[Any] | None:
-    tools = fields.objects("tools")
-    for i, tool in enumerate(tools or []):
-        function = tool.get("function")
-        if tool.get("type") != "function":
-            raise invalid("must be function", f"tools[{i}].type")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid("must be a string", f"tools[{i}].function.name")
-    choice = fields.raw("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise invalid("only none and auto are supported", "tool_choice")
-    return tools or None
+def _template_kwargs(fields: Fields) -> dict[str, Any]:
+    """As in vLLM, an effort is told to the template, and whether to think at all."""
+    given = fields.mapping("chat_template_kwargs")
+    effort = fields.string("reasoning_effort")
+    if effort is None:
+        return given
+    if effort not in EFFORTS:
+        raise invalid(f"must be one of {', '.join(EFFORTS)}", "reasoning_effort")
+    return {"enable_thinking": effort != "none", **given, "reasoning_effort": effort}
 
 
 class ChatShape:
-    """chat.completion and chat.completion.chunk."""
+    """chat.completion and chat.completion.chunk, as vLLM has them: `reasoning` beside the content,
+    and calls that end a reply end it as tool_calls unless the request named the function.
+    """
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, request_id: str, tokenizer: Tokenizer, logprobs: bool) -> None:
+    def __init__(self, request_id: str, tokenizer: Tokenizer, logprobs: bool, tools: Tools) -> None:
         self.id = f"chatcmpl-{request_id}"
         self._tokenizer = tokenizer
         self._logprobs = logprobs
+        self._tools = tools
+        self._called: set[int] = set()  # choices that have called
 
     def opening(self, index: int) -> bytes:
         return (
@@ -71,30 +76,79 @@ class ChatShape:
         )
 
     def piece(self, index: int, delta: Delta) -> bytes:
-        if not (delta.text or delta.finish or (self._logprobs and delta.logprobs)):
-            return b""
-        text = b'"content":' + orjson.dumps(delta.text) if delta.text or not delta.finish else b""
+        message = self._message(index, delta)
         logprobs = b"null"
         if self._logprobs and delta.logprobs:
             logprobs = orjson.dumps(chat_logprobs(self._tokenizer, delta.logprobs))
-        head = b'{"index":%d,"delta":{%b},"logprobs":%b,' % (index, text, logprobs)
+            message = message or b'{"content":""}'
+        if not (message or delta.finish):
+            return b""
+        head = b'{"index":%d,"delta":%b,"logprobs":%b,' % (index, message or b"{}", logprobs)
         if not delta.finish:
             return head + b'"finish_reason":null}'
-        return head + b'"finish_reason":"%b","stop_reason":%b}' % (
-            FINISH[delta.finish].encode(),
+        return head + b'"finish_reason":%b,"stop_reason":%b}' % (
+            orjson.dumps(self._finish(FINISH[delta.finish], index in self._called)),
             orjson.dumps(delta.stop_reason or None),
         )
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._tokenizer, choice.logprobs) if self._logprobs else None
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": "".join(call.arguments)},
+            }
+            for at, call in sorted(choice.calls.items())
+            if self._shown(at)
+        ]
+        text = "".join(choice.texts)
+        reasoning = "".join(choice.reasoning)
+        silent = not text.strip() if calls else not text and reasoning
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if silent else text,
+            "refusal": None,
+            "reasoning": reasoning or None,
+        }
+        if calls:
+            message["tool_calls"] = calls
+        logprobs = None
+        if self._logprobs and choice.logprobs:
+            logprobs = chat_logprobs(self._tokenizer, choice.logprobs)
         return {
             "index": index,
-            "message": {
-                "role": "assistant",
-                "content": "".join(choice.texts),
-                "refusal": None,
-            },
+            "message": message,
             "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish(choice.finish_reason, bool(calls)),
             "stop_reason": choice.stop_reason,
         }
+
+    def _message(self, index: int, delta: Delta) -> bytes:
+        """A chunk's delta as JSON, empty when it shows nothing."""
+        if not (delta.reasoning or delta.tool_calls):
+            return b'{"content":%b}' % orjson.dumps(delta.text) if delta.text else b""
+        message: dict[str, Any] = {}
+        if delta.reasoning:
+            message["reasoning"] = delta.reasoning
+        if delta.text:
+            message["content"] = delta.text
+        if calls := [_piece(call) for call in delta.tool_calls if self._shown(call.index)]:
+            message["tool_calls"] = calls
+            self._called.add(index)
+        return orjson.dumps(message) if message else b""
+
+    def _shown(self, call: int) -> bool:
+        return call == 0 or self._tools.parallel
+
+    def _finish(self, reason: str | None, called: bool) -> str | None:
+        return "tool_calls" if called and reason == "stop" and not self._tools.named else reason
+
+
+def _piece(call: ToolCall) -> dict[str, Any]:
+    """The name comes once, and the id and the type with it."""
+    piece: dict[str, Any] = {"index": call.index}
+    function = {"arguments": call.arguments}
+    if call.name:
+        piece |= {"id": call.id, "type": "function"}
+        function = {"name": call.name, **function}
+    return {**piece, "function": function}

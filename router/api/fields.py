@@ -69,9 +69,10 @@ class Fields:
         raise invalid("must be an object", name)
 
     def refuse(self, names: Collection[str], why: str) -> None:
-        """400 on the first of these fields that asks for anything."""
+        """400 on the first of these fields that asks for anything; 0 does."""
         for name in names:
-            if self._values.get(name) not in (None, False, "", [], {}):
+            value = self._values.get(name)
+            if value is not None and value is not False and value not in ("", [], {}):
                 raise invalid(why, name)
 
 

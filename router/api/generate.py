@@ -74,7 +74,7 @@ class Generator:
             raise unavailable(str(error), error.retry_after_s, error.overloaded) from error
         except Refused as error:
             ending.at(400)
-            raise invalid(str(error), call.param) from error
+            raise invalid(str(error), error.field or call.param) from error
         except ApiError as error:
             ending.at(error.status)
             raise
@@ -202,7 +202,7 @@ def _base(call: Call, kind: str) -> dict[str, Any]:
         "id": call.shape.id,
         "object": kind,
         "created": call.created,
-        "model": call.prompts[0].model,
+        "model": call.prompts[0].adapter or call.prompts[0].model,
     }
 
 

@@ -15,9 +15,10 @@ from router.api.generate import Call, Generator
 from router.api.http import Headers, Request, Response
 from router.api.shape import Shape
 from router.api.tenancy import Caller, Tenants
+from router.api.tools import UNPARSED, Parsing, read_parsing, read_tools
 from router.generation import Prompt
 from router.prompt.errors import PromptError
-from router.prompt.models import Model, Models
+from router.prompt.models import Catalog, Model
 from router.prompt.render import Chat
 
 OFF_LOOP_BYTES = 16 << 10  # a larger body is tokenised in a thread: some 1 ms for each kilobyte
@@ -28,10 +29,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """Who asks, what, of which model, and of which adapter of it if any."""
+
+    caller: Caller
+    fields: Fields
+    model: Model
+    adapter: str
+
+
+@dataclass(frozen=True, slots=True)
 class Inference:
     """Handlers. `now` gives seconds since the epoch, for the `created` field of answers."""
 
-    models: Models
+    catalog: Catalog
     tenants: Tenants
     generator: Generator
     max_choices: int
@@ -39,20 +50,23 @@ class Inference:
     now: Callable[[], float]
 
     async def chat(self, request: Request) -> Response:
-        caller, fields, model = self._open(request)
+        asked = self._open(request)
+        fields, model = asked.fields, asked.model
         logprobs = chat.read_logprobs(fields)
-        schema.refuse_formats(fields)
         options = schema.options(fields, model, self.max_choices, logprobs, None)
-        conversation = chat.read_chat(fields)
+        tools = read_tools(fields)
+        conversation = chat.read_chat(fields, tools)
         ids = await _tokenised(request, lambda: _render(model, conversation))
-        shape = chat.ChatShape(request.request_id, model.renderer.tokenizer, logprobs is not None)
-        return await self._answer(request, caller, model, options, "messages", [ids], shape)
+        parsing = read_parsing(fields, conversation, tools)
+        tokenizer = model.renderer.tokenizer
+        shape = chat.ChatShape(request.request_id, tokenizer, logprobs is not None, tools)
+        return await self._answer(request, asked, options, "messages", [ids], shape, parsing)
 
     async def completions(self, request: Request) -> Response:
-        caller, fields, model = self._open(request)
+        asked = self._open(request)
+        fields, model = asked.fields, asked.model
         tokenizer = model.renderer.tokenizer
         logprobs = completions.read_logprobs(fields)
-        schema.refuse_formats(fields)
         options = schema.options(
             fields, model, self.max_choices, logprobs, completions.DEFAULT_TOKENS
         )
@@ -70,14 +84,15 @@ class Inference:
             logprobs is not None,
             [text for text in echoes for _ in range(options.n)],
         )
-        return await self._answer(request, caller, model, options, "prompt", ids, shape)
+        return await self._answer(request, asked, options, "prompt", ids, shape, UNPARSED)
 
     async def tokenize(self, request: Request) -> Response:
         """vLLM's: {prompt} or {messages} to {count, max_model_len, tokens, token_strs}."""
-        _, fields, model = self._open(request, alone=True)
+        asked = self._open(request, alone=True)
+        fields, model = asked.fields, asked.model
         tokenizer = model.renderer.tokenizer
         if fields.raw("messages") is not None:
-            conversation = chat.read_chat(fields)
+            conversation = chat.read_chat(fields, read_tools(fields))
             encoded = await _tokenised(request, lambda: _render(model, conversation))
         else:
             prompt = fields.string("prompt")
@@ -101,51 +116,56 @@ class Inference:
 
     async def detokenize(self, request: Request) -> Response:
         """vLLM's: {tokens} to {prompt}."""
-        _, fields, model = self._open(request, alone=True)
-        ids = token_ids(fields.raw("tokens"), "tokens", model.vocab_size)
+        asked = self._open(request, alone=True)
+        model = asked.model
+        ids = token_ids(asked.fields.raw("tokens"), "tokens", model.vocab_size)
         text = await _tokenised(request, lambda: model.renderer.tokenizer.decode(ids))
         return Response(200, orjson.dumps({"prompt": text}))
 
-    def _open(self, request: Request, alone: bool = False) -> tuple[Caller, Fields, Model]:
-        """Who asks, what, of which model; `alone` lets a sole model go without its name."""
+    def _open(self, request: Request, alone: bool = False) -> Asked:
+        """Read a request; `alone` lets a sole model go without its name."""
         caller = self.tenants.caller(request.headers)
         fields = Fields(request.body)
         name = fields.string("model")
-        if not name and alone and len(self.models) == 1:
-            return caller, fields, next(iter(self.models.values()))
+        if not name and alone and len(self.catalog.models) == 1:
+            return Asked(caller, fields, next(iter(self.catalog.models.values())), "")
         if not name:
             raise invalid("is required", "model")
-        model = self.models.get(name)
-        if model is None:
+        found = self.catalog.find(name)
+        if found is None:
             raise unknown_model(name)
-        return caller, fields, model
+        return Asked(caller, fields, *found)
 
     async def _answer(
         self,
         request: Request,
-        caller: Caller,
-        model: Model,
+        asked: Asked,
         options: schema.Options,
         param: str,
         ids: Sequence[bytes],
         shape: Shape,
+        parsing: Parsing,
     ) -> Response:
-        salt = caller.namespace_salt(options.cache_salt)
+        salt = asked.caller.namespace_salt(options.cache_salt)
         prompts = [
             Prompt(
-                model=model.name,
+                model=asked.model.name,
                 token_ids=prompt,
-                tenant=caller.tenant,
+                tenant=asked.caller.tenant,
                 request_id=request.request_id,
                 salt=salt,
+                adapter=asked.adapter,
                 priority=options.priority,
                 deadline_s=self.deadline_s,
                 session=_session(request.headers),
+                chat=parsing.chat,
+                needs={**options.needs, **parsing.needs},
+                wants=parsing.wants,
             )
             for prompt in ids
         ]
         created = int(self.now())
-        call = Call(request.path, param, prompts, options, model.max_context, shape, created)
+        call = Call(request.path, param, prompts, options, asked.model.max_context, shape, created)
         return await self.generator.answer(call)
 
 

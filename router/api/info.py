@@ -12,29 +12,29 @@ import hotbranch
 from router.api.errors import unavailable, unknown_model
 from router.api.http import Request, Response
 from router.api.tenancy import Tenants
-from router.prompt.models import Model, Models
+from router.prompt.models import Catalog, Model
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
     """Handlers. `ready` names the models that some replica is ready to serve."""
 
-    models: Models
+    catalog: Catalog
     tenants: Tenants
     ready_models: Callable[[], Collection[str]]
     registry: CollectorRegistry
 
     async def list_models(self, request: Request) -> Response:
         self.tenants.caller(request.headers)
-        entries = [_entry(model) for model in self.models.values()]
+        entries = [_entry(model, adapter) for model, adapter in self.catalog]
         return Response(200, orjson.dumps({"object": "list", "data": entries}))
 
     async def one_model(self, request: Request) -> Response:
         self.tenants.caller(request.headers)
-        model = self.models.get(request.tail)
-        if model is None:
+        found = self.catalog.find(request.tail)
+        if found is None:
             raise unknown_model(request.tail)
-        return Response(200, orjson.dumps(_entry(model)))
+        return Response(200, orjson.dumps(_entry(*found)))
 
     async def health(self, request: Request) -> Response:
         return Response(200, b'{"status":"ok"}')
@@ -53,12 +53,14 @@ class Info:
         return Response(200, orjson.dumps({"version": hotbranch.__version__}))
 
 
-def _entry(model: Model) -> dict[str, Any]:
+def _entry(model: Model, adapter: str) -> dict[str, Any]:
+    """A model, or an adapter of it, as vLLM lists them."""
     return {
-        "id": model.name,
+        "id": adapter or model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "hotbranch",
-        "root": model.name,
+        "root": adapter or model.name,
+        "parent": model.name if adapter else None,
         "max_model_len": model.max_context,
     }

@@ -1,15 +1,20 @@
 """What /v1/chat/completions and /v1/completions have in common: the generation parameters.
 
 Names, ranges and defaults are OpenAI's, with vLLM's extensions (top_k, min_p, repetition_penalty,
-stop_token_ids, ignore_eos, priority, cache_salt). Fields that neither knows are ignored.
+min_tokens, stop_token_ids, include_stop_str_in_output, ignore_eos, skip_special_tokens, structures,
+priority, cache_salt). A field that would change the reply and is not supported is refused; one that
+would not, and one that neither knows, is ignored.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hotbranch.v1.serve_pb2 import Sampling
+from hotbranch.v1.serve_pb2 import Sampling, Structure
 from router.api.errors import ApiError, invalid
 from router.api.fields import Fields, integer, number, token_ids
+from router.api.structure import read_structure
+from router.generation import Ability
 from router.prompt.models import Model
 
 MAX_STOPS = 16
@@ -17,11 +22,32 @@ MAX_LOGPROBS = 20
 MAX_NAME = 1024  # characters of user, cache_salt and the like
 LEAST = 1e-30  # above zero in a 32-bit float, where the contract reads zero as "not set"
 SEEDS = 1 << 64
+UNSUPPORTED = (
+    "allowed_token_ids",
+    "audio",
+    "bad_words",
+    "chat_template",
+    "functions",
+    "guided_whitespace_pattern",
+    "kv_transfer_params",
+    "logprob_token_ids",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "repetition_detection",
+    "return_prompt_text",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "thinking_token_budget",
+    "truncate_prompt_tokens",
+    "use_beam_search",
+    "vllm_xargs",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to generate, beside the prompt. `max_tokens` None: up to the end of the context."""
+    """How to generate, beside the prompt. `max_tokens` None: up to the end of the context. `needs`
+    are what a replica must be able to do, each with the field that asks for it."""
 
     sampling: Sampling  # max_tokens and the seed of a choice are set by `samplings`
     n: int
@@ -31,6 +57,7 @@ class Options:
     include_usage: bool
     priority: int
     cache_salt: str
+    needs: Mapping[Ability, str]
 
     def samplings(self, prompt_tokens: int, max_context: int, param: str) -> list[Sampling]:
         """One for each choice. Choices of a seeded request take consecutive seeds, as in vLLM.
@@ -46,11 +73,14 @@ class Options:
         if self.max_tokens is not None and self.max_tokens > room:
             wanted = f"{prompt_tokens} prompt tokens and {self.max_tokens} more are wanted"
             raise _too_long(wanted, max_context, "max_tokens")
+        most = room if self.max_tokens is None else self.max_tokens
+        if self.sampling.min_tokens > most:
+            raise invalid(f"must be at most max_tokens, which is {most}", "min_tokens")
         samplings = []
         for choice in range(self.n):
             sampling = Sampling()
             sampling.CopyFrom(self.sampling)
-            sampling.max_tokens = room if self.max_tokens is None else self.max_tokens
+            sampling.max_tokens = most
             if self.seed is not None:
                 sampling.seed = (self.seed + choice) % SEEDS
             samplings.append(sampling)
@@ -70,8 +100,10 @@ def options(
     n = fields.integer("n", 1, max_choices)
     for name in ("user", "prompt_cache_key"):
         _short(fields.string(name), name)
+    fields.refuse(UNSUPPORTED, "is not supported")
+    structure, asked = read_structure(fields)
     return Options(
-        sampling=_sampling(fields, model, logprobs),
+        sampling=_sampling(fields, model, logprobs, structure),
         n=1 if n is None else n,
         seed=fields.integer("seed", -(SEEDS // 2), SEEDS - 1),
         max_tokens=_max_tokens(fields, default_tokens),
@@ -79,17 +111,13 @@ def options(
         include_usage=include_usage,
         priority=fields.integer("priority", -(1 << 31), (1 << 31) - 1) or 0,
         cache_salt=_short(fields.string("cache_salt"), "cache_salt"),
+        needs={Ability.STRUCTURES: asked} if structure else {},
     )
 
 
-def refuse_formats(fields: Fields) -> None:
-    """Structured output is refused rather than ignored: a client that asks for it relies on it."""
-    kind = fields.mapping("response_format").get("type", "text")
-    if kind != "text":
-        raise invalid("only text is supported", "response_format.type")
-
-
-def _sampling(fields: Fields, model: Model, logprobs: int | None) -> Sampling:
+def _sampling(
+    fields: Fields, model: Model, logprobs: int | None, structure: Structure | None
+) -> Sampling:
     top_k = fields.integer("top_k", -1, (1 << 31) - 1) or 0
     top_p = fields.number("top_p", 0.0, 1.0, 1.0)
     repetition = fields.number("repetition_penalty", 0.0, 100.0, 1.0)
@@ -109,6 +137,10 @@ def _sampling(fields: Fields, model: Model, logprobs: int | None) -> Sampling:
         ignore_eos=fields.flag("ignore_eos", False),
         logprobs=logprobs,
         logit_bias=_logit_bias(fields, model.vocab_size),
+        structure=structure,
+        min_tokens=fields.integer("min_tokens", 0, (1 << 31) - 1),
+        include_stop=fields.flag("include_stop_str_in_output", False),
+        special_tokens=not fields.flag("skip_special_tokens", True),
     )
 
 

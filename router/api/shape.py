@@ -9,9 +9,24 @@ from hotbranch.v1.serve_pb2 import (
     FINISH_REASON_STOP,
     Delta,
     TokenLogprobs,
+    ToolCall,
 )
 
 FINISH = {FINISH_REASON_STOP: "stop", FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call of a reply, while its pieces come in."""
+
+    id: str = ""
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    def add(self, piece: ToolCall) -> None:
+        self.id = self.id or piece.id
+        self.name = self.name or piece.name
+        self.arguments.append(piece.arguments)
 
 
 @dataclass(slots=True)
@@ -22,9 +37,15 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | None = None
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, Call] = field(default_factory=dict)  # by index
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
+        for piece in delta.tool_calls:
+            self.calls.setdefault(piece.index, Call()).add(piece)
         self.logprobs.extend(delta.logprobs)
         if delta.finish:
             self.finish_reason = FINISH[delta.finish]

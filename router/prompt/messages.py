@@ -6,6 +6,7 @@ from typing import Any
 from router.prompt.errors import PromptError
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and the older one
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
 
@@ -13,8 +14,9 @@ def normalise(messages: list[Any], parts: bool) -> list[dict[str, Any]]:
     """Messages for a template that takes content as a list of parts, or as a string.
 
     Absent and null fields are left out, null content is empty, the arguments of tool calls are
-    objects. Where the template wants a string, the texts of a list are joined by a newline, as in
-    vLLM. Raises PromptError naming the field.
+    objects, and an assistant's reasoning has both names that templates know it by. Where the
+    template wants a string, the texts of a list are joined by a newline, as in vLLM. Raises
+    PromptError naming the field.
     """
     return [_message(message, f"messages[{i}]", parts) for i, message in enumerate(messages)]
 
@@ -25,11 +27,13 @@ def _message(message: Any, where: str, parts: bool) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise PromptError(f"must be one of {', '.join(sorted(ROLES))}", f"{where}.role")
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", *REASONING):
         if not isinstance(message.get(name), str | None):
             raise PromptError("must be a string", f"{where}.{name}")
     result = {name: value for name, value in message.items() if value is not None}
     result["content"] = _content(message.get("content"), f"{where}.content", parts)
+    if role == "assistant" and (thought := [result[name] for name in REASONING if name in result]):
+        result |= dict.fromkeys(REASONING, thought[0])
     if "tool_calls" in result:
         result["tool_calls"] = _tool_calls(result["tool_calls"], f"{where}.tool_calls")
     return result

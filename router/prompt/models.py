@@ -1,6 +1,6 @@
 """The models of the fleet, as the API sees them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,32 @@ class Model:
 
 
 Models = Mapping[str, Model]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """What clients may name: the models, and LoRA adapters of them.
+
+    `adapters` maps the names of those that the fleet serves now to their models' names. A model
+    hides an adapter of the same name.
+    """
+
+    models: Models
+    adapters: Callable[[], Mapping[str, str]]
+
+    def find(self, name: str) -> tuple[Model, str] | None:
+        """A model, and the adapter or an empty string; None for a name that nothing has."""
+        if name in self.models:
+            return self.models[name], ""
+        base = self.adapters().get(name, "")
+        return (self.models[base], name) if base in self.models else None
+
+    def __iter__(self) -> Iterator[tuple[Model, str]]:
+        """All models, then all adapters, as `find` gives them."""
+        yield from ((model, "") for model in self.models.values())
+        for name, base in sorted(self.adapters().items()):
+            if base in self.models and name not in self.models:
+                yield self.models[base], name
 
 
 def load_model(name: str, model_dir: Path, max_context: int = 0) -> Model:

@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 from hotbranch.keys import TOKEN_BYTES, root
 from hotbranch.log import event
+from hotbranch.v1.replica_pb2 import Description
 from hotbranch.v1.serve_pb2 import Rejection, Sampling, Submit
 from router.fleet.fleet import Fleet
 from router.fleet.holder import Holder
 from router.fleet.link import Link
-from router.generation import Prompt, Refused, Unavailable
+from router.generation import Ability, Prompt, Refused, Unavailable
 from router.index.chains import KeyChains
 from router.index.index import Index
 from router.schedule.job import Job
@@ -116,9 +117,10 @@ class QueueingDispatcher:
         arrived = _now()
         deadline = arrived + (prompt.deadline_s or inf)
         tried: frozenset[str] = frozenset()
-        problem = Unavailable(f"no replica is ready for {prompt.model!r}")
+        needs = self._needs(prompt)
+        problem = Unavailable(f"no replica is ready for {prompt.adapter or prompt.model!r}")
         for _ in range(ATTEMPTS):
-            job = self._job(prompt, arrived, deadline, tried)
+            job = self._job(prompt, arrived, deadline, tried, needs)
             try:
                 sent = await self._turn(job, prompt, samplings)
             except Nowhere:
@@ -152,7 +154,26 @@ class QueueingDispatcher:
             tried |= {holder.replica}
         raise problem
 
-    def _job(self, prompt: Prompt, arrived: float, deadline: float, tried: frozenset[str]) -> Job:
+    def _needs(self, prompt: Prompt) -> frozenset[str]:
+        """What a server has to offer. Raises Refused where none offers what is asked for."""
+        adapter = frozenset([_adapter(prompt.adapter)] if prompt.adapter else [])
+        scheduler = self._schedulers.get(prompt.model)
+        if scheduler is None or not scheduler.servers or not (prompt.needs or prompt.wants):
+            return adapter.union(prompt.needs)
+        offered = adapter.union(*(server.offers for server in scheduler.servers.values()))
+        for ability, field in prompt.needs.items():
+            if ability not in offered:
+                raise Refused(f"no replica of {prompt.model!r} can {ability}", field)
+        return adapter.union(prompt.needs, prompt.wants & offered)
+
+    def _job(
+        self,
+        prompt: Prompt,
+        arrived: float,
+        deadline: float,
+        tried: frozenset[str],
+        needs: frozenset[str],
+    ) -> Job:
         scheduler = self._schedulers.get(prompt.model)
         sizes = {server.block_size for server in scheduler.servers.values()} if scheduler else set()
         seed = root(prompt.model, prompt.adapter, prompt.salt)
@@ -167,6 +188,7 @@ class QueueingDispatcher:
             seed=seed,
             session=prompt.session,
             avoids=tried,
+            needs=needs,
         )
 
     async def _turn(self, job: Job, prompt: Prompt, samplings: Sequence[Sampling]) -> Sent:
@@ -279,9 +301,10 @@ class QueueingDispatcher:
             self._schedulers[facts.model] = scheduler
         pool = facts.capacity_blocks * facts.block_size
         room = min(facts.max_context, pool or facts.max_context)
+        chunk = facts.chunk_tokens or CHUNK_TOKENS
         for holder in link.holders:
             if holder not in scheduler.servers:
-                scheduler.add(holder, facts.block_size, facts.chunk_tokens or CHUNK_TOKENS, room)
+                scheduler.add(holder, facts.block_size, chunk, room, _offers(facts))
                 self._links[holder] = link, scheduler
         return scheduler
 
@@ -292,6 +315,17 @@ def _now() -> float:
 
 def _keys(dispatch: Dispatch) -> Sequence[int]:
     return dispatch.job.keys[dispatch.server.block_size]
+
+
+def _adapter(name: str) -> str:
+    """What a server offers that has this adapter."""
+    return f"adapter {name}"
+
+
+def _offers(facts: Description) -> frozenset[str]:
+    abilities = {Ability.STRUCTURES: facts.structures, Ability.PARSES: facts.parses}
+    able = [ability for ability, has in abilities.items() if has]
+    return frozenset([*able, *map(_adapter, facts.adapters)])
 
 
 def _too_late(prompt: Prompt) -> Unavailable:
@@ -310,4 +344,5 @@ def _submit(prompt: Prompt, sampling: Sampling, dispatch: Dispatch, deadline_s: 
         deadline_s=deadline_s,
         predicted_tokens=dispatch.matched * dispatch.server.block_size,
         rank=dispatch.server.holder.rank,
+        chat=prompt.chat if Ability.PARSES in dispatch.server.offers else "",
     )

@@ -19,3 +19,4 @@ class Job:
     seed: int = 0  # of its namespace
     session: str = ""  # as its client names it
     avoids: frozenset[str] = frozenset()  # replicas that it has been to
+    needs: frozenset[str] = frozenset()  # that its server has to offer

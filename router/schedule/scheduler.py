@@ -109,10 +109,17 @@ class FleetScheduler:
         self._level_at = 0.0
         self._typical = 0.0  # prefill seconds a token; 0 when none has measured it
 
-    def add(self, holder: Holder, block_size: int, chunk_tokens: int, room: float = inf) -> Server:
+    def add(
+        self,
+        holder: Holder,
+        block_size: int,
+        chunk_tokens: int,
+        room: float = inf,
+        offers: frozenset[str] = frozenset(),
+    ) -> Server:
         """A server that the index knows. A prompt of `room` tokens is too long for it."""
         queue = BranchQueue(block_size, self._shares, self._rules.order)
-        server = Server(holder, block_size, chunk_tokens, queue, room)
+        server = Server(holder, block_size, chunk_tokens, queue, room, offers)
         self.servers[holder] = server
         self._joined()
         self._level()
@@ -189,7 +196,8 @@ class FleetScheduler:
     def _takers(self, job: Job) -> list[Server]:
         """Where it may go. Where it fits nowhere, one that it has not been to says why."""
         servers = list(self.servers.values())
-        if not job.avoids and job.tokens < self._room and self._sizes <= job.keys.keys():
+        anywhere = not job.avoids and not job.needs
+        if anywhere and job.tokens < self._room and self._sizes <= job.keys.keys():
             return servers
         fit = [server for server in servers if server.takes(job)]
         return fit or [server for server in servers if server.serves(job)]

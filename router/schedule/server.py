@@ -37,7 +37,8 @@ class Report(Protocol):
 @dataclass(slots=True, eq=False)
 class Server:
     """`sent` are the jobs that it has of ours, each with the time when it was sent. A prompt of
-    `room` tokens is too long for it. `measured` is what it says of its speed, 0 when it does not.
+    `room` tokens is too long for it. `offers` is what not every server does. `measured` is what it
+    says of its speed, 0 when it does not.
     """
 
     holder: Holder
@@ -45,6 +46,7 @@ class Server:
     chunk_tokens: int
     queue: BranchQueue
     room: float = inf
+    offers: frozenset[str] = frozenset()
     outstanding: Outstanding = field(default_factory=Outstanding)
     memory: Memory = field(default_factory=Memory)
     sent: dict[int, tuple[Job, float]] = field(default_factory=dict)
@@ -75,7 +77,8 @@ class Server:
 
     def serves(self, job: Job) -> bool:
         """Whether the job may go to it: where a prompt is too long, it says so."""
-        return self.block_size in job.keys and self.holder.replica not in job.avoids
+        been = self.holder.replica in job.avoids
+        return self.block_size in job.keys and job.needs <= self.offers and not been
 
     @property
     def requests(self) -> int:
