@@ -219,6 +219,20 @@ def test_a_prompt_goes_where_it_fits_and_where_it_has_not_been() -> None:
     assert not world.scheduler.waiting
 
 
+def test_a_prompt_goes_where_all_is_offered_that_it_needs() -> None:
+    world = World("a", "b", window=1.0)
+    rich = world.scheduler.add(Holder("c"), SIZE, 160, offers=frozenset(["x", "y"]))
+    world.index.add(rich.holder, SIZE, 10_000)
+    for id in range(1, 5):  # c gets a queue, and the others stay idle
+        world.scheduler.arrive(job(id, id, *range(40), needs=frozenset(["x"])), 0.0)
+    assert [*world.scheduler.waiting.values()] == [rich] * 3
+    assert not world.scheduler.pump(world.scheduler.servers[Holder("a")], 1.0), "nothing to steal"
+    with pytest.raises(Nowhere):
+        world.scheduler.arrive(job(5, 1, needs=frozenset(["x", "z"])), 0.0)
+    lost, _ = world.scheduler.remove(rich.holder, 2.0)
+    assert {one.id for one in lost} == {1, 2, 3, 4}
+
+
 def test_no_more_wait_than_may() -> None:
     world = World("a", window=1.0, most=2)
     for id in range(3):

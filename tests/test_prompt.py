@@ -210,6 +210,15 @@ def test_tools_documents_and_kwargs_reach_the_template(llama: Path) -> None:
     assert ids(renderer.chat(chat)) == expected
 
 
+@pytest.mark.parametrize("read", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("sent", ["reasoning", "reasoning_content"])
+def test_reasoning_reaches_a_template_by_either_name(read: str, sent: str) -> None:
+    source = "{% for m in messages %}{{ m." + read + " }}/{{ m.content }};{% endfor %}"
+    messages = [*user("4?"), {"role": "assistant", "content": "Yes.", sent: "It is even."}]
+    text = ChatTemplate(source, {}, datetime.now).render({"messages": normalise(messages, False)})
+    assert text == "/4?;It is even./Yes.;"
+
+
 @pytest.mark.parametrize("content", ["Once upon", "trailing space ", "  ", "<|eot|> and"])
 def test_a_final_message_is_continued_as_in_transformers(
     both: tuple[Renderer, Any], content: str

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from vllm.parser.utils import count_chat_history_tool_calls
 from vllm.sampling_params import SamplingParams
 
 from hotbranch.embedded import ensure
 from hotbranch.settings import Common
-from replicas.engine import Finish, Namespace, Output, Request, Sampling
-from replicas.vllm.parsing import Parsers
+from replicas.engine import Finish, Namespace, Output, Request, Sampling, TokenLogprobs
+from replicas.vllm.parsing import Parsers, Parsing
 
 TOOL = {"type": "function", "function": {"name": "level", "parameters": {"type": "object"}}}
 
@@ -26,14 +27,16 @@ class Site:
         self.parsers = Parsers(tools, reasoning, self.tokenizer, config)
         self.params = SamplingParams()
 
-    def parse(self, text: str, **chat: object) -> tuple[str, str, dict[int, tuple[str, str]]]:
-        """(content, reasoning, calls by index) of a reply that comes token by token."""
+    def open(self, chat: dict[str, Any]) -> Parsing:
         prompt = struct.pack("<3I", 1, 2, 3)
-        request = Request(
-            1, Namespace("m"), prompt, Sampling(9), chat=json.dumps({"stream": True, **chat})
-        )
+        request = Request(1, Namespace("m"), prompt, Sampling(9), chat=json.dumps(chat))
         parsing = self.parsers.open(request, self.params)
         assert parsing is not None
+        return parsing
+
+    def parse(self, text: str, **chat: Any) -> tuple[str, str, dict[int, tuple[str, str]]]:
+        """(content, reasoning, calls by index) of a reply that comes token by token."""
+        parsing = self.open(chat)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         content, reasoning, calls = "", "", {}
         for number, id in enumerate(ids):
@@ -73,6 +76,30 @@ def test_reasoning_comes_out_of_the_text() -> None:
     assert (content.strip(), reasoning.strip()) == ("Four.", "It is even.")
     content, reasoning, _ = site.parse("<think>It is even.</think>Four.", include_reasoning=False)
     assert (content.strip(), reasoning) == ("Four.", "")
+
+
+def test_logprobs_do_not_tell_reasoning_that_is_left_out() -> None:
+    site = Site(reasoning="olmo3")
+    for told, kept in (({}, True), ({"include_reasoning": False}, False)):
+        parsing = site.open(told)
+        output = Output(1, [5], "<think>", logprobs=[TokenLogprobs(5, -1.0, ())])
+        parsing.push(output)
+        assert bool(output.logprobs) == kept
+
+
+def test_a_parser_knows_how_many_calls_there_were() -> None:
+    site = Site(tools="hermes")
+    for count in (0, 3):
+        chat = site.open({"history_tool_calls": count} if count else {})._chat
+        assert count_chat_history_tool_calls(chat.messages) == count
+
+
+def test_special_tokens_are_shown_where_the_client_or_the_parser_wants_them() -> None:
+    for asked, tools, shown in ((False, [], False), (True, [], True), (False, [TOOL], True)):
+        site = Site(tools="hermes")
+        site.params.skip_special_tokens = not asked
+        site.open({"tools": tools} if tools else {})
+        assert site.params.skip_special_tokens != shown
 
 
 def test_required_tools_bind_the_reply() -> None:

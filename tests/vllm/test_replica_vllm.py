@@ -10,10 +10,12 @@ import struct
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
+import openai
 import pytest
-from fleet import BLOCK, BLOCKS, Replica, stopping
+from fleet import BLOCK, BLOCKS, Replica, Router, stopping
 from tokenizers import Tokenizer
 
 from hotbranch.embedded import ensure
@@ -174,6 +176,76 @@ async def test_stop_strings_and_logprobs(stub: ReplicaStub) -> None:
     assert cut.deltas[-1].finish == FINISH_REASON_STOP
     assert cut.deltas[-1].stop_reason == stop
     assert cut.text == free.text[: free.text.index(stop)]
+
+
+async def test_where_a_reply_may_end_and_what_is_shown(stub: ReplicaStub) -> None:
+    tokens = prompt(5, 40)
+    (free,) = await ask(stub, submission(tokens, sampling=Sampling(max_tokens=12)))
+    stop = free.text[3:6]
+    kept = Sampling(max_tokens=12, stop=[stop], include_stop=True)
+    (cut,) = await ask(stub, submission(tokens, sampling=kept))
+    assert cut.text == free.text[: free.text.index(stop) + len(stop)]
+    end = free.tokens[2]
+    soon = Sampling(max_tokens=12, stop_token_ids=[end])
+    later = Sampling(max_tokens=12, stop_token_ids=[end], min_tokens=6)
+    (early, late) = await ask(
+        stub, submission(tokens, sampling=soon), submission(tokens, sampling=later)
+    )
+    assert early.tokens == free.tokens[: free.tokens.index(end) + 1]
+    assert end not in late.tokens[:6] and len(late.tokens) > 6
+    special = {1: 100.0}  # <|im_start|>
+    for shown in (False, True):
+        sampling = Sampling(max_tokens=2, logit_bias=special, special_tokens=shown)
+        (reply,) = await ask(stub, submission(tokens, sampling=sampling))
+        assert reply.text == "<|im_start|>" * 2 * shown
+
+
+@pytest.mark.timeout(300)
+async def test_the_openai_client_gets_structures_and_calls(replica: Replica) -> None:
+    tool: Any = {
+        "type": "function",
+        "function": {
+            "name": "level",
+            "parameters": {
+                "type": "object",
+                "properties": {"lock": {"type": "integer", "minimum": 0, "maximum": 9}},
+                "required": ["lock"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    asked: Any = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "Which lock?"}],
+        "max_tokens": 120,
+        "temperature": 0,
+        "parallel_tool_calls": False,
+    }
+    router = Router([replica.address])
+    with stopping(router):
+        url = f"{router.ready(1).url}/v1"
+        client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=100)
+        create = client.chat.completions.create
+        answer = await create(**asked, extra_body={"guided_regex": "(upper|lower) lock [0-9]"})
+        assert re.fullmatch("(upper|lower) lock [0-9]", answer.choices[0].message.content)
+        answer = await create(**asked, tools=[tool], tool_choice="required", n=2)
+        for choice in answer.choices:
+            assert choice.finish_reason == "tool_calls"
+            for one in choice.message.tool_calls:
+                assert one.function.name == "level"
+                assert json.loads(one.function.arguments)["lock"] in range(10)
+        named = {"type": "function", "function": {"name": "level"}}
+        name, arguments, finish = "", "", None
+        async for chunk in await create(**asked, tools=[tool], tool_choice=named, stream=True):
+            finish = chunk.choices[0].finish_reason
+            for piece in chunk.choices[0].delta.tool_calls or []:
+                name += piece.function.name or ""
+                arguments += piece.function.arguments
+        assert (name, finish) == ("level", "stop")
+        assert json.loads(arguments)["lock"] in range(10)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(**asked, extra_body={"guided_grammar": "root ::= ]["})
+        assert "grammar" in refused.value.message.lower()
 
 
 @pytest.mark.parametrize(
