@@ -7,6 +7,7 @@ series of a replica go when it goes.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,8 +16,8 @@ from prometheus_client.registry import Collector
 
 from hotbranch import __version__
 from hotbranch.states import NAMES
-from router.fleet.fleet import Fleet
-from router.fleet.link import Link, State
+from router.fleet.link import State
+from router.fleet.member import Member, Members
 from router.index.index import Index
 from router.index.view import RECOVERIES
 from router.schedule.dispatch import QueueingDispatcher
@@ -66,9 +67,9 @@ class Metrics:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Members[Any],
         index: Index,
-        dispatcher: QueueingDispatcher,
+        dispatcher: QueueingDispatcher[Any],
         recoveries: Mapping[str, int],
     ) -> None:
         self.registry = registry = CollectorRegistry()
@@ -218,9 +219,9 @@ class _StateCollector(Collector):
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Members[Any],
         index: Index,
-        dispatcher: QueueingDispatcher,
+        dispatcher: QueueingDispatcher[Any],
         recoveries: Mapping[str, int],
         before: Callable[[], None],
     ) -> None:
@@ -320,7 +321,7 @@ _REPLICA_GAUGES = {
 }
 
 
-def _replica_figures(link: Link, index: Index) -> dict[str, float]:
+def _replica_figures(link: Member, index: Index) -> dict[str, float]:
     figures: dict[str, float] = {
         "in_flight": link.in_flight,
         "load_outstanding_tokens": link.outstanding.tokens,
