@@ -126,6 +126,12 @@ class Metrics:
                 ),
             )
         }
+        self.unpredicted_requests = Counter(
+            "hotbranch_unpredicted_requests",
+            "Requests passed on whose prompt is not known to us, by why.",
+            ["reason"],
+            registry=registry,
+        )
         self.generated = Counter(
             "hotbranch_generated_tokens",
             "Tokens generated.",
@@ -161,6 +167,18 @@ class Metrics:
         }
         for name, count in counts.items():
             self.routed[name].labels(tenant, model, replica).inc(count)
+
+    def unpredicted(self, reason: str) -> None:
+        self.unpredicted_requests.labels(reason).inc()
+
+    def count_settled(
+        self, tenant: str, model: str, replica: str, predicted: int, cached: int | None
+    ) -> None:
+        """What an answer that was passed on said of a prompt that was counted."""
+        if cached is not None and (tenant, model) in self._routed_labels.get(replica, ()):
+            self.routed["cached_tokens"].labels(tenant, model, replica).inc(cached)
+            over = max(0, predicted - cached)
+            self.routed["overpredicted_tokens"].labels(tenant, model, replica).inc(over)
 
     def _forget_gone(self) -> None:
         here = {link.replica_id for link in self._fleet.links}
@@ -207,6 +225,18 @@ class Recording:
         self.steps += 1
         self.last = now
         self.metrics.generated.labels(self.tenant, self.model).inc(tokens)
+
+    def settled(
+        self,
+        replica_id: str,
+        predicted_tokens: int,
+        cached_tokens: int | None,
+        generated: int,
+    ) -> None:
+        self.metrics.count_settled(
+            self.tenant, self.model, replica_id, predicted_tokens, cached_tokens
+        )
+        self.metrics.generated.labels(self.tenant, self.model).inc(generated)
 
     def finished(self, status: int) -> None:
         self.metrics.requests.labels(self.tenant, self.model, str(status)).inc()
