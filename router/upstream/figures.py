@@ -14,18 +14,20 @@ _RUNNING = {"vllm:num_requests_running", "sglang:num_running_reqs"}
 _WAITING = {"vllm:num_requests_waiting", "sglang:num_queue_reqs"}
 _USAGE = {"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"}
 _TOKENS = {"sglang:max_total_num_tokens"}
+_STARTED = "process_start_time_seconds"
 # by name: the labels that have the tokens of a block, and the number of blocks
 _CACHE = {
     "vllm:cache_config_info": ("block_size", "num_gpu_blocks"),
     "sglang:cache_config_info": ("page_size", "num_pages"),
 }
-_WANTED = {name.encode() for name in {*_RUNNING, *_WAITING, *_USAGE, *_TOKENS, *_CACHE}}
+_WANTED = {name.encode() for name in {*_RUNNING, *_WAITING, *_USAGE, *_TOKENS, *_CACHE, _STARTED}}
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Requests of all ranks together; `usage` is the share of the KV cache that they hold. Of each
-    rank: `block_size` in tokens, `blocks` and `tokens` of the cache; 0 where it does not say."""
+    rank: `block_size` in tokens, `blocks` and `tokens` of the cache; 0 where it does not say, also
+    when its process `started`, in seconds since the epoch."""
 
     running: int = 0
     waiting: int = 0
@@ -33,6 +35,7 @@ class Figures:
     block_size: int = 0
     blocks: int = 0
     tokens: int = 0
+    started: float = 0.0
 
 
 def from_metrics(text: bytes) -> Figures | None:
@@ -44,6 +47,7 @@ def from_metrics(text: bytes) -> Figures | None:
             size, blocks = (_whole(sample.labels.get(label, "")) for label in _CACHE[sample.name])
         elif isfinite(sample.value):
             values[sample.name].append(sample.value)
+    started = values.pop(_STARTED, [0.0])
     if not values:
         return None
 
@@ -57,6 +61,7 @@ def from_metrics(text: bytes) -> Figures | None:
         block_size=size,
         blocks=blocks,
         tokens=int(max(of(_TOKENS), default=0)),
+        started=started[0],
     )
 
 

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 
 import aiohttp
+from hotbranch.states import NAMES
 
 from hotbranch.keys import key_check
 from hotbranch.log import event
 from hotbranch.settings import Upstream as Settings
 from hotbranch.v1.cache_pb2 import Load
-from hotbranch.v1.replica_pb2 import Description
+from hotbranch.v1.replica_pb2 import STATE_SERVING, Description
 from router.fleet.holder import Holder
 from router.fleet.link import PAUSES_S, State
 from router.fleet.outstanding import Outstanding
@@ -69,6 +70,7 @@ class Upstream:
         self.replica_id = settings.url.partition("://")[2]
         self.state = State.CONNECTING
         self.problem = ""
+        self.reported_state = ""
         self.description: Description | None = None
         self.holders = [Holder(settings.url, rank) for rank in range(settings.ranks)]
         self.load: Load | None = None
@@ -83,6 +85,8 @@ class Upstream:
         self._begun_at = 0.0  # when the last prefill was over
         self._figures: Figures | None = None
         self._source = ""  # path of the figures
+        self._mismatch = ""  # in what its model and ours differ
+        self._started = 0.0  # when its process began, by the last connection; 0.0 where unknown
         self._tickets = itertools.count(1)
         self._open: dict[Exchange, _Open] = {}
         self._poke = asyncio.Event()
@@ -208,7 +212,7 @@ class Upstream:
             self._figures = await self._find_figures()
             model = self._models.get(main.id)
             differ = await probe.differing(self._client.post, main.id, model) if model else None
-        self.problem = _problem(main.id, model is not None, differ)
+        self._mismatch = _mismatch(main.id, model is not None, differ)
         self.names = probe.names(found, main)
         size, blocks = self._cache()
         self.description = Description(
@@ -223,9 +227,13 @@ class Upstream:
             key_check=key_check(),
             adapters=sorted(adapter for _, adapter in self.names.values() if adapter),
         )
-        comparable = not {"texts", "chats"} & set(differ or [])
-        self.watcher.connected(self.description, comparable)
-        self.state = State.READY
+        comparable = model is not None and not {"texts", "chats"} & set(differ or [])
+        started = self._figures.started if self._figures else 0.0
+        same = bool(started) and started == self._started
+        self._started = started
+        self.watcher.connected(self.description, comparable, same)
+        self.state, self.reported_state = State.READY, NAMES[STATE_SERVING]
+        self._report()
         event(
             log,
             "upstream connected",
@@ -235,7 +243,6 @@ class Upstream:
             load=self._source or "own",
             problem=self.problem,
         )
-        self._report()
 
     async def _watch(self) -> None:
         """Poll for as long as it answers. Raises as `_connect`."""
@@ -303,6 +310,7 @@ class Upstream:
 
     def _report(self) -> None:
         """Its load: what it says, and what we know better."""
+        self.problem = self._mismatch or self.watcher.problem
         figures, speed, ranks = self._figures, self._speed, len(self.holders)
         unbegun = sum(not exchange.began_at for exchange in self._open)
         others = max(0, figures.waiting - unbegun) if figures else 0
@@ -326,7 +334,7 @@ class Upstream:
             event(log, "upstream lost", upstream=self.replica_id, reason=reason)
         elif reason != self.problem:
             event(log, "upstream not reached", upstream=self.replica_id, reason=reason)
-        self.state, self.problem = State.CONNECTING, reason
+        self.state, self.reported_state, self.problem = State.CONNECTING, "", reason
         self.load = None
         self._changed(self)
         for exchange in list(self._open):
@@ -352,7 +360,7 @@ class _Open:
         self.timer: asyncio.TimerHandle | None = None
 
 
-def _problem(model: str, known: bool, differ: list[str] | None) -> str:
+def _mismatch(model: str, known: bool, differ: list[str] | None) -> str:
     if not known:
         return f"it serves {model!r}, which this router does not know: requests go by load alone"
     if differ:
