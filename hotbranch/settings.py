@@ -11,10 +11,12 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -57,6 +59,63 @@ class Tenant(BaseModel):
     key_sha256: Sha256
     isolation: Literal["shared", "tenant"] = "shared"
     weight: Annotated[float, Field(gt=0)] = 1.0  # its share of what busy replicas compute
+
+
+def _server_url(url: str) -> str:
+    if not re.fullmatch(r"https?://[^/@?#\s]+(/[^?#\s]*)?", url):
+        raise ValueError("should be http://HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _zmq_endpoint(endpoint: str) -> str:
+    if not re.fullmatch(r"tcp://[^/\s]+:\d{1,5}|ipc://\S+", endpoint):
+        raise ValueError("should be tcp://HOST:PORT or ipc://PATH")
+    return endpoint
+
+
+Endpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
+
+
+class Upstream(BaseModel):
+    """A plain OpenAI-compatible server, written `URL[,option=value]...`.
+
+    `kv_events` and `replay` are the ZMQ endpoints of rank 0; those of rank r are r ports further.
+    0 blocks, or blocks of 0 tokens, are what the server says, or an assumption.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: Annotated[str, AfterValidator(_server_url)]
+    kv_events: Endpoint | None = None
+    replay: Endpoint | None = None
+    topic: str = ""
+    block_size: int = Field(0, ge=0)
+    blocks: int = Field(0, ge=0)
+    ranks: int = Field(1, ge=1, le=1024)
+    api_key_env: str = ""
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Upstream":
+        if not self.kv_events and (self.replay or self.topic):
+            raise ValueError("replay and topic go with kv_events")
+        if self.ranks > 1 and (self.kv_events or "").startswith("ipc:"):
+            raise ValueError("the kv_events of several ranks need tcp://HOST:PORT")
+        return self
+
+
+def _upstream(value: object) -> object:
+    """`http://a:8000,block_size=16` as the fields of an Upstream."""
+    if not isinstance(value, str):
+        return value
+    url, *options = value.split(",")
+    fields = {"url": url}
+    for option in options:
+        name, equals, given = option.partition("=")
+        if not equals or name not in Upstream.model_fields or name == "url":
+            known = ", ".join(name for name in Upstream.model_fields if name != "url")
+            raise ValueError(f"{option!r} is no option of a server: {known}")
+        fields[name] = given
+    return fields
 
 
 class Common(BaseModel):
@@ -176,6 +235,43 @@ class RouterSettings(GatewaySettings):
         description="a replica; repeat for more",
         json_schema_extra={"metavar": "HOST:PORT"},
     )
+    upstream: list[Annotated[Upstream, BeforeValidator(_upstream)]] = Field(
+        [],
+        description="a plain OpenAI-compatible server, in place of replicas; repeat for more; "
+        "options: kv_events=tcp://HOST:PORT, replay=tcp://HOST:PORT, topic=TEXT, block_size=N, "
+        "blocks=N, ranks=N, api_key_env=VARIABLE",
+        json_schema_extra={"metavar": "URL[,OPTION=VALUE]..."},
+    )
+
+    @field_validator("upstream", mode="before")
+    @classmethod
+    def _joined(cls, upstreams: object) -> object:
+        """A list that was split at every comma has options as items of their own."""
+        if not isinstance(upstreams, list):
+            return upstreams
+        joined: list[object] = []
+        for item in upstreams:
+            option = isinstance(item, str) and re.match(r"\w+=", item)
+            if option and joined and isinstance(joined[-1], str):
+                joined[-1] += f",{item}"
+            else:
+                joined.append(item)
+        return joined
+
+    @field_validator("upstream")
+    @classmethod
+    def _alone(cls, upstreams: list[Upstream], info: ValidationInfo) -> list[Upstream]:
+        if len({upstream.url for upstream in upstreams}) < len(upstreams):
+            raise ValueError("two upstreams have the same URL")
+        if upstreams and info.data.get("replica"):
+            raise ValueError("a router has replicas or upstreams, not both")
+        for tenant in info.data.get("tenants", []) if upstreams else []:
+            if tenant.isolation == "tenant":
+                raise ValueError(
+                    f"tenant {tenant.name} has isolation: tenant, which needs replicas: the body "
+                    "of a request to an upstream is passed on as it is, without a salt"
+                )
+        return upstreams
 
 
 class RaySettings(BaseModel):

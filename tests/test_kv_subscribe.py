@@ -46,12 +46,15 @@ class Publisher:
 
     async def publish(self, *marks: int, drop: bool = False, keep: bool = True) -> None:
         for mark in marks:
-            if keep:
-                self.kept[self.next] = frame(mark)
-            if not drop:
-                number = self.next.to_bytes(8, "big")
-                await self._pub.send_multipart([b"", number, frame(mark)])
-            self.next += 1
+            await self.send(frame(mark), drop, keep)
+
+    async def send(self, payload: bytes, drop: bool = False, keep: bool = True) -> None:
+        """One frame, which may be lost on the way, and may be kept to be replayed."""
+        if keep:
+            self.kept[self.next] = payload
+        if not drop:
+            await self._pub.send_multipart([b"", self.next.to_bytes(8, "big"), payload])
+        self.next += 1
 
     async def garble(self) -> None:
         await self._pub.send_multipart([b"", self.next.to_bytes(8, "big"), b"\xff\xfe"])

@@ -12,6 +12,7 @@ from bench.fleet.traces import Arrival
 from hotbranch.v1.serve_pb2 import FINISH_REASON_LENGTH, Sampling
 from router.fleet.discovery import StaticDiscovery
 from router.fleet.fleet import Fleet
+from router.fleet.link import Link
 from router.generation import Prompt, Refused, Unavailable
 from router.index.index import Index
 from router.index.view import View
@@ -78,7 +79,7 @@ async def _ready(fleet: Fleet, model: str, replicas: Replicas) -> None:
 
 
 async def _send(
-    dispatcher: QueueingDispatcher, model: str, arrivals: Sequence[Arrival]
+    dispatcher: QueueingDispatcher[Link], model: str, arrivals: Sequence[Arrival]
 ) -> list[Answer | None]:
     start = told = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
@@ -94,7 +95,7 @@ async def _send(
 
 
 async def _ask(
-    dispatcher: QueueingDispatcher, model: str, number: int, arrival: Arrival, due: float
+    dispatcher: QueueingDispatcher[Link], model: str, number: int, arrival: Arrival, due: float
 ) -> Answer | None:
     """One request to its last token; None when it failed."""
     prompt = Prompt(model, arrival.prompt, arrival.tenant, f"{number}", session=arrival.session)

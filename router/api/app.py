@@ -14,9 +14,10 @@ from router.api.generate import Generator, log_crash
 from router.api.http import Headers, Request, Response
 from router.api.inference import Inference
 from router.api.info import Info
+from router.api.passing import Passing
 from router.api.recorder import Recorder
 from router.api.tenancy import Tenants, admit_operator
-from router.generation import Dispatcher
+from router.generation import Dispatcher, Forwarder
 from router.prompt.models import Catalog
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -30,39 +31,49 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 class App:
     """The router's HTTP application.
 
-    `ready` names the models that some replica is ready to serve. `admin` adds routes for operators
-    only. Every answer carries x-request-id, the client's own where it is printable ASCII of at most
-    128 characters.
+    The `dispatcher` places prompts on replicas, and answers are made here; without one, the
+    `forwarder` passes requests and answers as they are. `ready` names the models that some replica
+    is ready to serve. `admin` adds routes for operators only. Every answer carries x-request-id,
+    the client's own where it is printable ASCII of at most 128 characters.
     """
 
     def __init__(
         self,
         settings: GatewaySettings,
         catalog: Catalog,
-        dispatcher: Dispatcher,
+        dispatcher: Dispatcher | None,
         recorder: Recorder,
         ready: Callable[[], Collection[str]],
         registry: CollectorRegistry,
         admin: Routes,
         now: Callable[[], float] = time.time,
+        forwarder: Forwarder | None = None,
     ) -> None:
         self.max_body_bytes = settings.max_body_bytes
-        self.generator = Generator(dispatcher, recorder, settings.max_open)
         self._recorder = recorder
         self._admin_key = settings.admin_key_sha256
         self._admin = admin
         tenants = Tenants(settings.tenants)
-        inference = Inference(
-            catalog, tenants, self.generator, settings.max_choices, settings.deadline_s, now
-        )
         info = Info(catalog, tenants, ready, registry)
+        routes: Routes
+        if dispatcher is None:
+            assert forwarder is not None, "it serves somehow"
+            routes = Passing(catalog.models, settings, forwarder, recorder).routes()
+        else:
+            self.generator = Generator(dispatcher, recorder, settings.max_open)
+            inference = Inference(
+                catalog, tenants, self.generator, settings.max_choices, settings.deadline_s, now
+            )
+            routes = {
+                "/v1/chat/completions": {"POST": inference.chat},
+                "/v1/completions": {"POST": inference.completions},
+                "/v1/models": {"GET": info.list_models},
+                "/v1/models/": {"GET": info.one_model},
+                "/tokenize": {"POST": inference.tokenize},
+                "/detokenize": {"POST": inference.detokenize},
+            }
         self._routes: Routes = {
-            "/v1/chat/completions": {"POST": inference.chat},
-            "/v1/completions": {"POST": inference.completions},
-            "/v1/models": {"GET": info.list_models},
-            "/v1/models/": {"GET": info.one_model},
-            "/tokenize": {"POST": inference.tokenize},
-            "/detokenize": {"POST": inference.detokenize},
+            **routes,
             "/health": {"GET": info.health},
             "/ready": {"GET": info.ready},
             "/metrics": {"GET": info.metrics},

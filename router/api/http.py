@@ -6,8 +6,8 @@ An application is a coroutine from Request to Response. Another server would rep
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from granian.rsgi import ProtocolClosed, ProtocolError  # type: ignore[attr-defined]
@@ -41,7 +41,8 @@ class Request:
 class Response:
     """An answer. A body that is an iterator is streamed, one write for each piece it yields.
 
-    `cut` is what a stream is closed with when the server has to end it early.
+    `cut` is what a stream is closed with when the server has to end it early. `more` are further
+    headers, which may repeat. Without a `content_type` there is no such header.
     """
 
     status: int
@@ -49,12 +50,14 @@ class Response:
     headers: dict[str, str] = field(default_factory=dict)
     content_type: str = "application/json"
     cut: bytes = b""
+    more: Sequence[tuple[str, str]] = ()
 
 
 class Headers(Protocol):
     """Request headers, by lower-case name."""
 
     def get(self, key: str, default: Any = None) -> Any: ...
+    def items(self) -> Iterable[tuple[str, str]]: ...
 
 
 class Application(Protocol):
@@ -201,6 +204,8 @@ class _Adapter:
                         if transport is None:
                             transport = proto.response_stream(response.status, _headers(response))
                         await transport.send_bytes(piece)
+                    if transport is None:
+                        _send(proto, replace(response, body=b""))
                 except asyncio.CancelledError:
                     if self.draining and transport is not None:
                         await transport.send_bytes(response.cut)
@@ -232,4 +237,5 @@ def _send(proto: Any, response: Response, close: bool = False) -> None:
 
 
 def _headers(response: Response) -> list[tuple[str, str]]:
-    return [("content-type", response.content_type), *response.headers.items()]
+    kind = [("content-type", response.content_type)] if response.content_type else []
+    return [*kind, *response.headers.items(), *response.more]

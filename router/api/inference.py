@@ -157,7 +157,7 @@ class Inference:
                 adapter=asked.adapter,
                 priority=options.priority,
                 deadline_s=self.deadline_s,
-                session=_session(request.headers),
+                session=session_of(request.headers),
                 chat=parsing.chat,
                 needs={**options.needs, **parsing.needs},
                 wants=parsing.wants,
@@ -169,7 +169,7 @@ class Inference:
         return await self.generator.answer(call)
 
 
-def _session(headers: Headers) -> str:
+def session_of(headers: Headers) -> str:
     """The session as its client names it; empty where it does not, or by no fit name."""
     given = headers.get("x-session-id")
     return given if given and _SESSION.fullmatch(given) else ""

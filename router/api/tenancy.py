@@ -38,6 +38,11 @@ class Tenants:
     def __init__(self, tenants: Sequence[Tenant]) -> None:
         self._callers = [(tenant.key_sha256, _caller(tenant)) for tenant in tenants]
 
+    @property
+    def known(self) -> bool:
+        """Whether there are tenants, who have keys of this router."""
+        return bool(self._callers)
+
     def caller(self, headers: Headers) -> Caller:
         """The caller of a request. Raises a 401 on a missing or unknown key."""
         if not self._callers:

@@ -20,6 +20,7 @@ from router.index.tree import Inconsistent
 
 RECOVERIES = (
     "gap",  # a number is missing
+    "late",  # what an upstream published before could not be had
     "regression",  # a number came again, or a smaller one
     "overtaken",  # a delta came before the snapshot was complete
     "inconsistent",  # one key in two places

@@ -9,9 +9,8 @@ import orjson
 
 from router.api.errors import ApiError
 from router.api.http import Request, Response
-from router.fleet.fleet import Fleet
 from router.fleet.holder import Holder
-from router.fleet.link import Link
+from router.fleet.member import Member, Members
 from router.index.branches import Branch
 from router.index.index import Index
 
@@ -21,7 +20,7 @@ LIMIT = 10_000  # branches in one answer
 class Admin:
     """Handlers for /admin."""
 
-    def __init__(self, fleet: Fleet, index: Index) -> None:
+    def __init__(self, fleet: Members[Any], index: Index) -> None:
         self._fleet = fleet
         self._index = index
 
@@ -57,7 +56,7 @@ class Admin:
         branches = self._index.hottest(int(limit), time.monotonic())
         return Response(200, orjson.dumps({"branches": _listed(branches, names)}))
 
-    def _replica(self, link: Link) -> dict[str, Any]:
+    def _replica(self, link: Member) -> dict[str, Any]:
         description, load = link.description, link.load
         return {
             "replica_id": link.replica_id,

@@ -7,6 +7,7 @@ series of a replica go when it goes.
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -15,8 +16,8 @@ from prometheus_client.registry import Collector
 
 from hotbranch import __version__
 from hotbranch.states import NAMES
-from router.fleet.fleet import Fleet
-from router.fleet.link import Link, State
+from router.fleet.link import State
+from router.fleet.member import Member, Members
 from router.index.index import Index
 from router.index.view import RECOVERIES
 from router.schedule.dispatch import QueueingDispatcher
@@ -66,9 +67,9 @@ class Metrics:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Members[Any],
         index: Index,
-        dispatcher: QueueingDispatcher,
+        dispatcher: QueueingDispatcher[Any],
         recoveries: Mapping[str, int],
     ) -> None:
         self.registry = registry = CollectorRegistry()
@@ -125,6 +126,12 @@ class Metrics:
                 ),
             )
         }
+        self.unpredicted_requests = Counter(
+            "hotbranch_unpredicted_requests",
+            "Requests passed on whose prompt is not known to us, by why.",
+            ["reason"],
+            registry=registry,
+        )
         self.generated = Counter(
             "hotbranch_generated_tokens",
             "Tokens generated.",
@@ -160,6 +167,18 @@ class Metrics:
         }
         for name, count in counts.items():
             self.routed[name].labels(tenant, model, replica).inc(count)
+
+    def unpredicted(self, reason: str) -> None:
+        self.unpredicted_requests.labels(reason).inc()
+
+    def count_settled(
+        self, tenant: str, model: str, replica: str, predicted: int, cached: int | None
+    ) -> None:
+        """What an answer that was passed on said of a prompt that was counted."""
+        if cached is not None and (tenant, model) in self._routed_labels.get(replica, ()):
+            self.routed["cached_tokens"].labels(tenant, model, replica).inc(cached)
+            over = max(0, predicted - cached)
+            self.routed["overpredicted_tokens"].labels(tenant, model, replica).inc(over)
 
     def _forget_gone(self) -> None:
         here = {link.replica_id for link in self._fleet.links}
@@ -207,6 +226,18 @@ class Recording:
         self.last = now
         self.metrics.generated.labels(self.tenant, self.model).inc(tokens)
 
+    def settled(
+        self,
+        replica_id: str,
+        predicted_tokens: int,
+        cached_tokens: int | None,
+        generated: int,
+    ) -> None:
+        self.metrics.count_settled(
+            self.tenant, self.model, replica_id, predicted_tokens, cached_tokens
+        )
+        self.metrics.generated.labels(self.tenant, self.model).inc(generated)
+
     def finished(self, status: int) -> None:
         self.metrics.requests.labels(self.tenant, self.model, str(status)).inc()
         elapsed = time.perf_counter() - self.began
@@ -218,9 +249,9 @@ class _StateCollector(Collector):
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Members[Any],
         index: Index,
-        dispatcher: QueueingDispatcher,
+        dispatcher: QueueingDispatcher[Any],
         recoveries: Mapping[str, int],
         before: Callable[[], None],
     ) -> None:
@@ -320,7 +351,7 @@ _REPLICA_GAUGES = {
 }
 
 
-def _replica_figures(link: Link, index: Index) -> dict[str, float]:
+def _replica_figures(link: Member, index: Index) -> dict[str, float]:
     figures: dict[str, float] = {
         "in_flight": link.in_flight,
         "load_outstanding_tokens": link.outstanding.tokens,

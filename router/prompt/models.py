@@ -49,14 +49,15 @@ class Catalog:
                 yield self.models[base], name
 
 
-def load_model(name: str, model_dir: Path, max_context: int = 0) -> Model:
+def load_model(name: str, model_dir: Path, max_context: int = 0, guards: bool = True) -> Model:
     """A model from a directory in the Hugging Face layout; `max_context` 0 takes the model's own.
+    `guards` as of its Renderer.
 
     Raises OSError or ValueError when the directory has no usable tokenizer and configuration.
     """
     config = read_json(model_dir / "config.json")
     config = config.get("text_config", config)
-    renderer = Renderer.load(model_dir)
+    renderer = Renderer.load(model_dir, guards=guards)
     limit = max_context or int(config.get("max_position_embeddings", 0))
     if limit < 1:
         raise ValueError(f"{model_dir.name}: config.json has no max_position_embeddings")

@@ -38,28 +38,43 @@ class Chat:
 
 
 class Renderer:
-    """The tokenizer and the chat templates of one model. Pure after `load`, safe in threads."""
+    """The tokenizer and the chat templates of one model. Pure after `load`, safe in threads.
 
-    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate]) -> None:
+    With `guards` a control token in what a client sends is text. Other servers obey it; without,
+    ids are as theirs.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, templates: Mapping[str, ChatTemplate], guards: bool = True
+    ) -> None:
         self.tokenizer = tokenizer
         self._templates = templates
+        self._guards = guards
 
     @classmethod
-    def load(cls, model_dir: Path, now: Callable[[], datetime] = datetime.now) -> "Renderer":
+    def load(
+        cls,
+        model_dir: Path,
+        now: Callable[[], datetime] = datetime.now,
+        guards: bool = True,
+    ) -> "Renderer":
         """Raises OSError without a tokenizer.json, ValueError on files that cannot be read."""
         names = _special_tokens(model_dir)
         templates = {
             name: ChatTemplate(source, names, now)
             for name, source in chat_templates(model_dir).items()
         }
-        return cls(Tokenizer.load(model_dir), templates)
+        return cls(Tokenizer.load(model_dir), templates, guards)
 
     def text(self, text: str, add_special_tokens: bool = True) -> bytes:
-        """Ids of a completion prompt, all of it text: a control token in it is spelled, not obeyed.
+        """Ids of a completion prompt, all of it text: a control token in it is spelled, not obeyed
+        (unless nothing `guards`).
 
         Who wants control tokens in a completion sends token ids. The begin-of-sequence token is
         added where the model's tokenizer adds it.
         """
+        if not self._guards:
+            return self.tokenizer.encode_trusted(text, add_special_tokens)
         return self.tokenizer.encode_text(text, add_special_tokens)
 
     def chat(self, chat: Chat) -> bytes:
@@ -69,7 +84,7 @@ class Renderer:
         values = {**chat.template_kwargs, "messages": messages}
         values |= {"tools": chat.tools, "documents": chat.documents}
         guard = ""
-        if self.tokenizer.control.threatens(values):
+        if self._guards and self.tokenizer.control.threatens(values):
             guard = secrets.token_hex(8)
             values = {
                 name: self.tokenizer.control.guarded(value, guard) for name, value in values.items()

@@ -10,25 +10,25 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import ceil, inf
-from typing import NamedTuple
+from typing import Any, Generic
 
 from hotbranch.keys import TOKEN_BYTES, root
 from hotbranch.log import event
 from hotbranch.v1.replica_pb2 import Description
 from hotbranch.v1.serve_pb2 import Rejection, Sampling, Submit
-from router.fleet.fleet import Fleet
 from router.fleet.holder import Holder
 from router.fleet.link import Link
+from router.fleet.member import Lost, M, Members
 from router.generation import Ability, Prompt, Refused, Unavailable
 from router.index.chains import KeyChains
 from router.index.index import Index
 from router.schedule.job import Job
 from router.schedule.policies.hotbranch import Hotbranch
-from router.schedule.route import LiveRoute, Lost, Rejected
+from router.schedule.route import LiveRoute, Rejected
 from router.schedule.scheduler import Dispatch, FleetScheduler, Full, Late, Nowhere, Policy, Rules
+from router.schedule.turn import R, Sent, Turn, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -40,25 +40,9 @@ RULES = Rules()
 SHORTEST_S = 0.001  # until a deadline: 0 is none
 
 
-class Sent(NamedTuple):
-    """A prompt that is on its way to a replica."""
-
-    scheduler: FleetScheduler
-    dispatch: Dispatch
-    route: LiveRoute
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A prompt that waits for its turn."""
-
-    prompt: Prompt
-    samplings: Sequence[Sampling]
-    turn: "asyncio.Future[Sent]"
-
-
-class QueueingDispatcher:
-    """Implements `router.generation.Dispatcher` over the fleet and the index.
+class QueueingDispatcher(Generic[M]):
+    """Implements `router.generation.Dispatcher` over the fleet and the index, where the fleet is of
+    replicas.
 
     `weights` are those of the tenants; each model has a `policy` of its own. Whatever changes at a
     link moves what waits, at once.
@@ -66,7 +50,7 @@ class QueueingDispatcher:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Members[M],
         index: Index,
         rules: Rules = RULES,
         weights: Mapping[str, float] = {},
@@ -78,8 +62,8 @@ class QueueingDispatcher:
         self._weights = weights
         self._policy = policy
         self._schedulers: dict[str, FleetScheduler] = {}  # by model
-        self._links: dict[Holder, tuple[Link, FleetScheduler]] = {}  # of those in a scheduler
-        self._waiting: dict[int, _Waiting] = {}  # by job
+        self._links: dict[Holder, tuple[M, FleetScheduler]] = {}  # of those in a scheduler
+        self._waiting: dict[int, Waiting[M, Any]] = {}  # by job
         self._ids = itertools.count(random.getrandbits(32))  # routers shall not draw alike
         self.chains = KeyChains()
         self.open_routes = 0
@@ -108,31 +92,50 @@ class QueueingDispatcher:
         """Prompts that an idle replica took from another one's queue."""
         return sum(scheduler.stolen for scheduler in self._schedulers.values())
 
-    async def open(self, prompt: Prompt, samplings: Sequence[Sampling]) -> LiveRoute:
-        """Place one prompt; returns once the first delta is there. Raises Unavailable, Refused.
+    async def open(
+        self: "QueueingDispatcher[Link]", prompt: Prompt, samplings: Sequence[Sampling]
+    ) -> LiveRoute:
+        """Place one prompt; returns once the first delta is there. Raises Unavailable, Refused."""
+        needs = self._needs(prompt)
+        return await self.place(prompt, partial(_generate, prompt, samplings), needs=needs)
 
-        A replica that goes, drains or is full before the first token costs one attempt; the prompt
-        is then placed on another.
+    async def place(
+        self,
+        prompt: Prompt,
+        send: Callable[[Turn[M]], R],
+        pool: str = "",
+        tokens: int = 0,
+        avoids: frozenset[str] = frozenset(),
+        needs: frozenset[str] = frozenset(),
+    ) -> R:
+        """Wait for a prompt's turn and `send` it; returns once it has begun.
+
+        A server that goes, drains or is full before the first token costs one attempt; the prompt
+        is then placed on another. `pool` is the model by which servers are known, where that is
+        not the prompt's own; `tokens` its size, where its token ids do not tell; those at the
+        addresses in `avoids` cannot take it, nor those that do not offer what it `needs`. Raises
+        Unavailable (from Lost where a server was lost), Refused.
         """
         arrived = _now()
         deadline = arrived + (prompt.deadline_s or inf)
-        tried: frozenset[str] = frozenset()
-        needs = self._needs(prompt)
+        pool = pool or prompt.model
+        tried = avoids
         problem = Unavailable(f"no replica is ready for {prompt.adapter or prompt.model!r}")
+        cause: Exception | None = None
         for _ in range(ATTEMPTS):
-            job = self._job(prompt, arrived, deadline, tried, needs)
+            job = self._job(prompt, pool, tokens, arrived, deadline, tried, needs)
             try:
-                sent = await self._turn(job, prompt, samplings)
+                sent = await self._turn(job, pool, prompt, send)
             except Nowhere:
                 break
-            if tried:
+            if tried != avoids:
                 self.retries += 1
                 event(log, "retry", request_id=prompt.request_id, reason=str(problem))
-            route, holder = sent.route, sent.dispatch.server.holder
-            keys = _keys(sent.dispatch)
+            route, dispatch = sent.route, sent.turn.dispatch
+            holder, keys = dispatch.server.holder, _keys(dispatch)
             try:
                 await route.begun()
-                self._began(sent)
+                sent.turn.began(route.cached_tokens)
                 return route
             except Rejected as rejected:
                 self._index.withdraw(holder, keys)
@@ -142,17 +145,17 @@ class QueueingDispatcher:
                     Rejection.REASON_OVERLOADED,
                     Rejection.REASON_DEADLINE,
                 )
-                problem = Unavailable(str(rejected), overloaded=full)
+                problem, cause = Unavailable(str(rejected), overloaded=full), None
             except Lost as lost:
                 self._index.withdraw(holder, keys)
-                problem = Unavailable(f"the replica was lost: {lost}")
+                problem, cause = Unavailable(f"the replica was lost: {lost}"), lost
             except BaseException:
                 if route.cached_tokens is None:
                     self._index.withdraw(holder, keys)
                 route.cancel()
                 raise
             tried |= {holder.replica}
-        raise problem
+        raise problem from cause
 
     def _needs(self, prompt: Prompt) -> frozenset[str]:
         """What a server has to offer. Raises Refused where none offers what is asked for."""
@@ -169,39 +172,45 @@ class QueueingDispatcher:
     def _job(
         self,
         prompt: Prompt,
+        pool: str,
+        tokens: int,
         arrived: float,
         deadline: float,
         tried: frozenset[str],
         needs: frozenset[str],
     ) -> Job:
-        scheduler = self._schedulers.get(prompt.model)
+        scheduler = self._schedulers.get(pool)
         sizes = {server.block_size for server in scheduler.servers.values()} if scheduler else set()
         seed = root(prompt.model, prompt.adapter, prompt.salt)
+        id = next(self._ids)
         return Job(
-            id=next(self._ids),
-            tokens=len(prompt.token_ids) // TOKEN_BYTES,
+            id=id,
+            tokens=tokens or len(prompt.token_ids) // TOKEN_BYTES,
             keys={size: self.chains.keys(prompt.token_ids, size, seed) for size in sorted(sizes)},
             arrived=arrived,
             tenant=prompt.tenant,
             priority=prompt.priority,
             deadline=deadline,
-            seed=seed,
+            # what has nothing in common with others shall not meet them
+            seed=seed if prompt.token_ids else id,
             session=prompt.session,
             avoids=tried,
             needs=needs,
         )
 
-    async def _turn(self, job: Job, prompt: Prompt, samplings: Sequence[Sampling]) -> Sent:
+    async def _turn(
+        self, job: Job, pool: str, prompt: Prompt, send: Callable[[Turn[M]], R]
+    ) -> Sent[M, R]:
         """Wait until it is sent. Raises Nowhere, and Unavailable for too much that waits."""
-        scheduler = self._schedulers.get(prompt.model)
+        scheduler = self._schedulers.get(pool)
         if scheduler is None or not scheduler.servers:
             raise Nowhere
-        waiting = _Waiting(prompt, samplings, asyncio.get_running_loop().create_future())
+        waiting: Waiting[M, R] = Waiting(prompt, send, asyncio.get_running_loop().create_future())
         self._waiting[job.id] = waiting
         try:
             self._perform(scheduler, scheduler.arrive(job, _now()))
             async with asyncio.timeout(None if job.deadline == inf else job.deadline - _now()):
-                return await waiting.turn
+                return await waiting.sent
         except Full as full:
             seconds = min(LONGEST_RETRY_S, max(1, ceil(full.seconds)))
             raise Unavailable(str(full), seconds, overloaded=True) from None
@@ -216,12 +225,12 @@ class QueueingDispatcher:
         finally:
             del self._waiting[job.id]
 
-    def _give_up(self, scheduler: FleetScheduler, job: Job, waiting: _Waiting) -> None:
+    def _give_up(self, scheduler: FleetScheduler, job: Job, waiting: Waiting[M, Any]) -> None:
         """Nobody waits any more for a prompt that may have been sent in the same moment."""
-        turn = waiting.turn
-        if turn.done() and not turn.cancelled() and not turn.exception():
-            sent = turn.result()
-            self._index.withdraw(sent.dispatch.server.holder, _keys(sent.dispatch))
+        future = waiting.sent
+        if future.done() and not future.cancelled() and not future.exception():
+            sent, dispatch = future.result(), future.result().turn.dispatch
+            self._index.withdraw(dispatch.server.holder, _keys(dispatch))
             sent.route.cancel()
         else:
             scheduler.cancel(job)
@@ -231,37 +240,37 @@ class QueueingDispatcher:
         for dispatch in dispatches:
             job, server = dispatch.job, dispatch.server
             waiting = self._waiting[job.id]
-            if waiting.turn.done():  # cancelled, and its task has not run since
+            if waiting.sent.done():  # cancelled, and its task has not run since
                 self._index.withdraw(server.holder, _keys(dispatch))
                 scheduler.ended(job, server, _now())
                 continue
             link, _ = self._links[server.holder]
-            matched = dispatch.matched * server.block_size
-            prompt, samplings = waiting.prompt, waiting.samplings
             left = 0.0 if job.deadline == inf else max(SHORTEST_S, job.deadline - _now())
-            closed = partial(self._closed, scheduler, dispatch)
-            route = LiveRoute(link, len(samplings), matched, closed)
-            submits = [_submit(prompt, one, dispatch, left) for one in samplings]
-            route.tickets = link.submit(submits, route, job.tokens - matched)
+            turn = Turn(
+                link,
+                dispatch,
+                left,
+                partial(self._began, scheduler, dispatch),
+                partial(self._closed, scheduler, dispatch),
+            )
             self.open_routes += 1
             self.placements[dispatch.reason] += 1
-            waiting.turn.set_result(Sent(scheduler, dispatch, route))
+            waiting.sent.set_result(Sent(turn, waiting.send(turn)))
             event(
                 log,
                 "placed",
                 severity=logging.DEBUG,
-                request_id=prompt.request_id,
+                request_id=waiting.prompt.request_id,
                 replica=link.replica_id,
                 rank=server.holder.rank,
                 tokens=job.tokens,
-                matched=matched,
+                matched=dispatch.matched * server.block_size,
                 reason=dispatch.reason,
                 waited_s=round(_now() - job.arrived, 6),
             )
 
-    def _began(self, sent: Sent) -> None:
+    def _began(self, scheduler: FleetScheduler, dispatch: Dispatch, cached: int | None) -> None:
         """The replica has said what it held: less than believed is taken back."""
-        scheduler, dispatch, cached = sent.scheduler, sent.dispatch, sent.route.cached_tokens
         blocks = (cached or 0) // dispatch.server.block_size
         believed = 0 if cached is None else dispatch.matched
         scheduler.began(dispatch.job, dispatch.server, believed, blocks, _now())
@@ -272,7 +281,7 @@ class QueueingDispatcher:
         scheduler.ended(dispatch.job, dispatch.server, _now(), generated)
         self._perform(scheduler, scheduler.pump(dispatch.server, _now()))
 
-    def _changed(self, link: Link) -> None:
+    def _changed(self, link: M) -> None:
         """A link has come, gone, or reported."""
         now = _now()
         if not self._fleet.takes(link):
@@ -281,8 +290,8 @@ class QueueingDispatcher:
                 lost, dispatches = scheduler.remove(holder, now)
                 self._perform(scheduler, dispatches)
                 for job in lost:
-                    if (waiting := self._waiting.get(job.id)) and not waiting.turn.done():
-                        waiting.turn.set_exception(Nowhere())
+                    if (waiting := self._waiting.get(job.id)) and not waiting.sent.done():
+                        waiting.sent.set_exception(Nowhere())
             return
         scheduler = self._join(link)
         for holder in link.holders:
@@ -291,7 +300,7 @@ class QueueingDispatcher:
                 scheduler.reported(server, link.load, now, len(link.holders))
             self._perform(scheduler, scheduler.pump(server, now))
 
-    def _join(self, link: Link) -> FleetScheduler:
+    def _join(self, link: M) -> FleetScheduler:
         """The scheduler of a link's model, with the link in it."""
         facts = link.description
         assert facts is not None, "a link that takes requests is described"
@@ -330,6 +339,16 @@ def _offers(facts: Description) -> frozenset[str]:
 
 def _too_late(prompt: Prompt) -> Unavailable:
     return Unavailable(f"it would not begin within {prompt.deadline_s:g} s", overloaded=True)
+
+
+def _generate(prompt: Prompt, samplings: Sequence[Sampling], turn: Turn[Link]) -> LiveRoute:
+    """Submit one prompt for len(samplings) choices."""
+    dispatch = turn.dispatch
+    matched = dispatch.matched * dispatch.server.block_size
+    route = LiveRoute(turn.link, len(samplings), matched, turn.closed)
+    submits = [_submit(prompt, one, dispatch, turn.left_s) for one in samplings]
+    route.tickets = turn.link.submit(submits, route, dispatch.job.tokens - matched)
+    return route
 
 
 def _submit(prompt: Prompt, sampling: Sampling, dispatch: Dispatch, deadline_s: float) -> Submit:

@@ -11,13 +11,10 @@ from hotbranch.v1.serve_pb2 import (
     Rejection,
 )
 from router.fleet.link import Link
+from router.fleet.member import Lost
 
 # A cancelled request that we did not cancel, or the link would not deliver it, was given up too.
 _GAVE_UP = (FINISH_REASON_CANCELLED, FINISH_REASON_ERROR)
-
-
-class Lost(Exception):
-    """The replica went before the first token: place the prompt again."""
 
 
 class Rejected(Exception):
