@@ -113,7 +113,7 @@ async def test_events_are_what_the_index_holds(smollm2: Path, publisher: Publish
         await one.engine.stores(0, 3)
         await one.holds(0, 1, 2)
         assert await one.predicted() == 3 * SIZE
-        await one.holds(0, 1, 2), "what was sent is not what is there"
+        await one.holds(0, 1, 2)  # what was sent is not what is there
         await one.engine.stores(3, 5)
         await one.holds(0, 1, 2, 3, 4)
         await one.engine.removes(4, 3)
@@ -239,7 +239,6 @@ async def test_events_in_other_namespaces(smollm2: Path, publisher: Publisher) -
         assert found == [0, 4 * SIZE, 0]
         await one.engine.tells({"type": "AllBlocksCleared"})
         await one.engine.stores(0, 4, extra_keys=[["s"], None, None, None])
-        answer = await one.here.http.post(CHAT, json=ask | {"model": "smol", "cache_salt": "s"})
         await until(lambda: len(one.here.router.index.held(one.holder)) == 4)
         answer = await one.here.http.post(CHAT, json=ask | {"model": "smol", "cache_salt": "s"})
         assert answer.headers["x-hotbranch-predicted-tokens"] == str(4 * SIZE)

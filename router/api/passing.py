@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from urllib.parse import quote
 
 from hotbranch.keys import TOKEN_BYTES
@@ -74,14 +75,12 @@ class Passing:
         recording = self._recorder.started(request.request_id, request.path, caller.tenant, model)
         ending = _Ending(self, recording, self._recorder)
         try:
-            try:
-                ids = await self._read(request, fields, named)
-            except Unread as unread:
-                self._recorder.unpredicted(unread.reason)
-                ids = None
+            ids, reason = await self._read(request, fields, named)
             forward = self._forward(request, caller, fields, named, ids)
             exchange = await self._forwarder.forward(forward)
             ending.exchange, ending.forward = exchange, forward
+            if reason:
+                self._recorder.unpredicted(reason)
             tokens = forward.tokens if ids else 0
             recording.routed(exchange.replica_id, tokens, exchange.predicted_tokens, None)
             return _answer(exchange, request, ending)
@@ -98,7 +97,7 @@ class Passing:
     async def direct(self, request: Request) -> Response:
         """No work for an engine: passed to whoever has least to do."""
         caller = self._tenants.caller(request.headers)
-        forward = self._forward(request, caller, None, None, None)
+        forward = replace(self._forward(request, caller, None, None, None), tokens=0)
         try:
             exchange = await self._forwarder.direct(forward)
         except Unavailable as error:
@@ -109,17 +108,23 @@ class Passing:
         """What changes a server is not passed on: it would reach one of many."""
         raise ApiError(403, f"{request.path} is for one server: ask it, not the router")
 
-    async def _read(self, request: Request, fields: Fields | None, named: Named | None) -> Reading:
-        if request.path not in (CHAT, COMPLETIONS):
-            raise Unread(reading.ENDPOINT)
-        if fields is None:
-            raise Unread(reading.JSON)
+    async def _read(
+        self, request: Request, fields: Fields | None, named: Named | None
+    ) -> tuple[Reading | None, str]:
+        """The prompts, or why they are not known."""
         model = self._models.get(named.model) if named else None
+        if request.path not in (CHAT, COMPLETIONS):
+            return None, reading.ENDPOINT
+        if fields is None:
+            return None, reading.JSON
         if model is None:
-            raise Unread(reading.MODEL)
-        if len(request.body) < OFF_LOOP_BYTES:
-            return reading.read(request.path, fields, model)
-        return await asyncio.to_thread(reading.read, request.path, fields, model)
+            return None, reading.MODEL
+        try:
+            if len(request.body) < OFF_LOOP_BYTES:
+                return reading.read(request.path, fields, model), ""
+            return await asyncio.to_thread(reading.read, request.path, fields, model), ""
+        except Unread as unread:
+            return None, unread.reason
 
     def _forward(
         self,

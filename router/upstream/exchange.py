@@ -159,4 +159,6 @@ def kind(error: BaseException) -> str:
     """What failed, without what was sent."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"it cannot be reached: {error.os_error.strerror or 'no connection'}"
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
     return type(error).__name__

@@ -120,7 +120,7 @@ class Upstream:
         ticket = next(self._tickets)
         self._open[exchange] = _Open(ticket, forward, began, ended)
         self.outstanding.sent(ticket, exchange.uncached)
-        if forward.tokens:
+        if forward.tokens:  # else it is no work
             weight = USUAL if self._usual else 1.0
             self._usual += weight * (exchange.uncached - self._usual)
         if not forward.stream:
@@ -133,7 +133,7 @@ class Upstream:
         self.outstanding.settled(mine.ticket)
         if exchange.stream:
             mine.prefill_s = exchange.began_at - max(exchange.sent_at, self._begun_at)
-            self._begun_at = exchange.began_at
+        self._begun_at = exchange.began_at
         mine.began()
 
     def ended(self, exchange: Exchange) -> None:

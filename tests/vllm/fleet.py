@@ -1,5 +1,6 @@
 """Replicas with real vLLM and a router, as processes, as a user starts them."""
 
+import json
 import os
 import queue
 import signal
@@ -37,12 +38,18 @@ ON_CPU = {
 class Process:
     """A process of ours with its lines; ended at the end, by force if need be."""
 
-    def __init__(self, command: Sequence[str], cpu: int | None, environ: dict[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        cpu: int | None,
+        environ: dict[str, str],
+        module: str = "hotbranch",
+    ) -> None:
         pinned = ["taskset", "--cpu-list", str(cpu)] if cpu is not None else []
         self.lines: list[str] = []
         self._fresh: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
-            [*pinned, sys.executable, "-m", "hotbranch", *command],
+            [*pinned, sys.executable, "-m", module, *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -151,6 +158,27 @@ class Replica(Process):
                 if "EngineCore" in title:
                     return int(entry.name)
         raise AssertionError("vLLM has no core")
+
+
+class Server(Process):
+    """vLLM's own OpenAI server, with KV events, and with endpoints that reset its cache."""
+
+    def __init__(self, scratch: Path, model: Path, cpu: int | None, *flags: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.name = f"127.0.0.1:{self.port}"
+        self.events, self.replay = f"ipc://{scratch}/events", f"ipc://{scratch}/replay"
+        events = {"enable_kv_cache_events": True, "publisher": "zmq"}
+        events |= {"endpoint": self.events, "replay_endpoint": self.replay}
+        command = ["--host", "127.0.0.1", "--port", str(self.port), "--model", str(model)]
+        command += ["--dtype", "float32", "--enforce-eager", "--block-size", str(BLOCK)]
+        command += ["--kv-events-config", json.dumps(events), *flags]
+        environ = ON_CPU | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        super().__init__(command, cpu, environ, "vllm.entrypoints.openai.api_server")
+
+    def ready(self) -> "Server":
+        self.says("Application startup complete")
+        return self
 
 
 class Router(Process):
