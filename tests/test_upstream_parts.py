@@ -73,11 +73,15 @@ def test_speed_is_the_slope_of_first_bytes_over_tokens() -> None:
 
 
 def test_speed_of_prompts_of_one_size_is_a_ratio() -> None:
+    """From the first long one on; short ones say nothing of tokens until there are enough."""
     speed = Speed()
-    for number in range(FEW):
-        assert bool(speed.prefill_s_per_token) is False, number
-        speed.began(1000, 0.5)
+    speed.began(1000, 0.5)
     assert speed.prefill_s_per_token == pytest.approx(5e-4)
+    short = Speed()
+    for number in range(FEW):
+        assert short.prefill_s_per_token == 0, number
+        short.began(10, 0.5)
+    assert short.prefill_s_per_token == pytest.approx(0.05)
 
 
 def test_speed_follows_a_server_that_becomes_slower() -> None:

@@ -2,6 +2,7 @@
 
 KEPT = 0.98  # of what was seen, with each request more
 FEW = 8  # requests, before a line is drawn through them; events, before gaps between them count
+TELLING = 128  # tokens of prefill that take longer than what any request takes
 RECENT = 0.05  # weight of the last stream among those before
 SPREAD = 0.05  # of prompt sizes, as a variance over the mean squared, that tells a slope
 
@@ -10,7 +11,8 @@ class Speed:
     """Pure. Seconds, 0 until known.
 
     The time to a first byte is a line over the tokens that were computed: its slope is what a token
-    costs, the rest is what every request takes (least squares, old ones less).
+    costs, the rest is what every request takes (least squares, old ones less). A few requests make
+    no line: until there are enough, long prompts' time is all taken for their tokens'.
     """
 
     def __init__(self) -> None:
@@ -28,10 +30,11 @@ class Speed:
         sums = [KEPT * before + more for before, more in zip(old, new, strict=True)]
         self._n, self._x, self._y, self._xx, self._xy = sums
         spread = self._n * self._xx - self._x * self._x
-        if not self._x or self._seen < FEW:
+        few = self._seen < FEW
+        if not self._x or (few and self._x < TELLING * self._n):
             return
         slope = self._y / self._x
-        if spread > SPREAD * self._x * self._x:
+        if not few and spread > SPREAD * self._x * self._x:
             slope = min(slope, (self._n * self._xy - self._x * self._y) / spread)
         if slope > 0:
             self.prefill_s_per_token = slope
