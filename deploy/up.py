@@ -118,7 +118,7 @@ def _prepared(settings: UpSettings) -> UpSettings:
     changes: dict[str, object] = {"port": port, "served_name": settings.served_name or name}
     if settings.model != name:
         changes["model"] = str(directory)
-    if not settings.threads and not _foreign():
+    if settings.engine != "vllm" and not settings.threads and not _foreign():
         cores = len(os.sched_getaffinity(0))
         changes["threads"] = max(1, cores // settings.most_replicas)
     return settings.model_copy(update=changes)
