@@ -54,7 +54,9 @@ async def test_field_report_20_a_replica_with_other_keys_serves_by_its_history(
             link = fleet.link(replica)
             await eventually(lambda link=link: link.watcher.heard_at > 0)  # type: ignore[misc]
             assert (shown["state"], shown["problem"]) == (State.READY, INCOMPARABLE)
-            assert fleet.index.held(Holder(replica.address)) < held(replica), "not the answers"
+            known = fleet.index.held(Holder(replica.address))
+            # Not the answers; chance may have sent it nothing.
+            assert known < held(replica) or not held(replica)
             assert link.load, "its load counts all the same"
 
 
