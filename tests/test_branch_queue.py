@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from router.schedule.branch_queue import BranchQueue, Order
 from router.schedule.job import Job
+from router.schedule.reuse import Reuse
 from router.schedule.shares import HALF_S, OVER, Shares
 
 SIZE = 16
@@ -37,27 +38,27 @@ def drained(waiting: BranchQueue, overdue_since: float = -1.0) -> list[int]:
 
 def test_the_least_uncached_goes_first_of_equal_work_the_deeper_match_then_the_older() -> None:
     waiting = queue()
-    waiting.file(job(1, 1, 2, 3), 0)
-    waiting.file(job(2, 1, 2, 3, 4), 3)
-    waiting.file(job(3, 5, arrived=1.0), 0)
-    waiting.file(job(4, 5, 6, arrived=2.0), 1)
-    waiting.file(job(5, 7, arrived=0.5), 0)
+    waiting.file(job(1, 1, 2, 3), Reuse())
+    waiting.file(job(2, 1, 2, 3, 4), Reuse(3))
+    waiting.file(job(3, 5, arrived=1.0), Reuse())
+    waiting.file(job(4, 5, 6, arrived=2.0), Reuse(1))
+    waiting.file(job(5, 7, arrived=0.5), Reuse())
     assert drained(waiting) == [2, 4, 5, 3, 1]
 
 
 def test_priority_is_stronger_and_the_overdue_are_strongest() -> None:
     waiting = queue()
-    waiting.file(job(1, 1, arrived=5.0), 1)
-    waiting.file(job(2, 1, 2, 3, arrived=3.0, priority=-1), 0)
-    waiting.file(job(3, 1, 2, 3, 4, arrived=2.0), 0)
-    waiting.file(job(4, 1, 2, 3, 4, arrived=1.0), 0)
+    waiting.file(job(1, 1, arrived=5.0), Reuse(1))
+    waiting.file(job(2, 1, 2, 3, arrived=3.0, priority=-1), Reuse())
+    waiting.file(job(3, 1, 2, 3, 4, arrived=2.0), Reuse())
+    waiting.file(job(4, 1, 2, 3, 4, arrived=1.0), Reuse())
     assert drained(waiting, overdue_since=2.5) == [4, 3, 2, 1]
 
 
 def test_order_of_arrival_looks_at_nothing_else() -> None:
     waiting = queue("arrival")
-    waiting.file(job(1, 1, 2, 3, arrived=0.0), 0)
-    waiting.file(job(2, 1, arrived=1.0), 1)
+    waiting.file(job(1, 1, 2, 3, arrived=0.0), Reuse())
+    waiting.file(job(2, 1, arrived=1.0), Reuse(1))
     assert waiting.around(1) == (waiting.tokens, 0)
     assert drained(waiting) == [1, 2]
 
@@ -66,22 +67,34 @@ def test_those_below_a_block_are_found_and_move_up_when_it_comes() -> None:
     waiting = queue()
     long, other, sibling = job(1, 1, 2, 3), job(2, 9, 2), job(3, 1, 2, 4, 5)
     for waits in (long, other, sibling):
-        waiting.file(waits, 0)
+        waiting.file(waits, Reuse())
     first = sibling.keys[SIZE][0]
     assert waiting.below(first) == [long, sibling]
     for moved in waiting.below(first):
-        waiting.file(moved, 2)
+        waiting.file(moved, Reuse(2))
     assert waiting.below(first) == []
     assert waiting.below(sibling.keys[SIZE][2]) == [sibling]
     assert drained(waiting) == [1, 3, 2]
+
+
+def test_what_is_to_be_loaded_moves_up_too_once_a_sibling_brings_it() -> None:
+    """It costs a share of what it would cost to compute it."""
+    waiting = queue()
+    disk, cpu, little = job(1, *range(20), 1), job(2, *range(20), 2), job(3, *range(30, 36))
+    waiting.file(disk, Reuse(2, 0, 16))
+    waiting.file(cpu, Reuse(2, 16))
+    waiting.file(little, Reuse())
+    assert waiting.tokens == (15 + 5 + 6) * SIZE + 3
+    assert waiting.below(cpu.keys[SIZE][2]) == [disk, cpu]
+    assert drained(waiting) == [2, 3, 1]
 
 
 def test_a_server_is_never_idle_for_the_sake_of_fairness() -> None:
     """The least served of all tenants may wait at another server."""
     shares = Shares({}, 10.0)
     here, there = BranchQueue(SIZE, shares), BranchQueue(SIZE, shares)
-    here.file(job(1, 1, tenant="heavy"), 0)
-    there.file(job(2, 1, tenant="light"), 0)
+    here.file(job(1, 1, tenant="heavy"), Reuse())
+    there.file(job(2, 1, tenant="light"), Reuse())
     shares.charge("heavy", 1000.0, 0.0)
     head = here.next(-1.0)
     assert head is not None and head[0].id == 1
@@ -91,7 +104,7 @@ def test_a_tenant_that_leads_by_more_than_the_quantum_waits_for_the_others() -> 
     shares = Shares({"paid": 2.0}, 100.0)
     waiting = BranchQueue(SIZE, shares)
     for id, tenant in enumerate(("paid", "free", "paid", "free")):
-        waiting.file(job(id, id, *([7] * (3 if tenant == "free" else 0)), tenant=tenant), 0)
+        waiting.file(job(id, id, *([7] * (3 if tenant == "free" else 0)), tenant=tenant), Reuse())
     shares.charge("paid", 190.0, 0.0)  # 95 by its weight
     assert waiting.next(-1.0)[0].tenant == "paid"  # type: ignore[index]
     shares.charge("paid", 20.0, 0.0)
@@ -167,6 +180,16 @@ def test_a_weight_must_be_positive() -> None:
         Shares({"a": 0.0}, 1.0)
 
 
+reuses = st.builds(Reuse, *[st.integers(0, 4)] * 3)
+
+
+def within(blocks: int, reuse: Reuse) -> Reuse:
+    """As much of it as a prompt has blocks."""
+    gpu = min(reuse.gpu, blocks)
+    cpu = min(reuse.cpu, blocks - gpu)
+    return Reuse(gpu, cpu, min(reuse.disk, blocks - gpu - cpu))
+
+
 class QueueMachine(RuleBasedStateMachine):
     @initialize(
         order=st.sampled_from(("depth_first", "arrival")), quantum=st.sampled_from((20, 200))
@@ -175,7 +198,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.order, self.quantum = order, quantum
         self.shares = Shares({"x": 2.0}, quantum)
         self.queue = BranchQueue(SIZE, self.shares, order)
-        self.waiting: dict[int, tuple[Job, int]] = {}
+        self.waiting: dict[int, tuple[Job, Reuse]] = {}
         self.service: dict[str, float] = {}
         self.lately: Counter[str] = Counter()
         self.now, self.ids = 0.0, 0
@@ -186,28 +209,28 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(
         path=st.lists(st.integers(0, 1), max_size=4),
-        matched=st.integers(0, 4),
+        reuse=reuses,
         tenant=st.sampled_from(TENANTS),
         priority=st.sampled_from((0, 0, 0, 1)),
         waited=st.sampled_from((0.0, 2.5)),  # no two arrive at once
     )
     def file(
-        self, path: list[int], matched: int, tenant: str, priority: int, waited: float
+        self, path: list[int], reuse: Reuse, tenant: str, priority: int, waited: float
     ) -> None:
         self.now += 1
         self.ids += 1
         new = job(self.ids, *path, arrived=self.now - waited, tenant=tenant, priority=priority)
         if all(known.tenant != tenant for known, _ in self.waiting.values()):
             self.service[tenant] = max(self.service.get(tenant, self.floor()), self.floor())
-        self.waiting[new.id] = new, min(matched, len(path))
-        self.queue.file(new, min(matched, len(path)))
+        self.waiting[new.id] = new, within(len(path), reuse)
+        self.queue.file(*self.waiting[new.id])
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), matched=st.integers(0, 4))
-    def match(self, data: st.DataObject, matched: int) -> None:
+    @rule(data=st.data(), reuse=reuses)
+    def match(self, data: st.DataObject, reuse: Reuse) -> None:
         id = data.draw(st.sampled_from(sorted(self.waiting)))
         known, _ = self.waiting[id]
-        self.waiting[id] = known, min(matched, len(known.keys[SIZE]))
+        self.waiting[id] = known, within(len(known.keys[SIZE]), reuse)
         self.queue.file(*self.waiting[id])
 
     @precondition(lambda self: self.waiting)
@@ -219,8 +242,8 @@ class QueueMachine(RuleBasedStateMachine):
         oldest = min(job.arrived for job, _ in self.waiting.values())
         if self.order == "depth_first" and oldest >= self.now - bound:
             within = sum(
-                job.tokens - n * SIZE
-                for job, n in self.waiting.values()
+                job.tokens - reuse.worth * SIZE
+                for job, reuse in self.waiting.values()
                 if not self.over(job.tenant)
             )
             assert self.queue.before(1 << 30, over=False) == within
@@ -253,7 +276,7 @@ class QueueMachine(RuleBasedStateMachine):
         mean = self.lately.total() / (sum(weights[name] for name in self.lately) or 1.0)
         return self.lately[tenant] > OVER * mean * weights[tenant]
 
-    def wanted(self, overdue_since: float) -> tuple[Job, int]:
+    def wanted(self, overdue_since: float) -> tuple[Job, Reuse]:
         oldest = min(self.waiting.values(), key=lambda entry: entry[0].arrived)
         if oldest[0].arrived < overdue_since:
             return oldest
@@ -263,15 +286,15 @@ class QueueMachine(RuleBasedStateMachine):
         may = {tenant for tenant in first if self.service[tenant] <= ceiling}
         return min((e for e in self.waiting.values() if e[0].tenant in may), key=self.place)
 
-    def place(self, entry: tuple[Job, int]) -> tuple[float, ...]:
-        job, matched = entry
+    def place(self, entry: tuple[Job, Reuse]) -> tuple[float, ...]:
+        job, reuse = entry
         if self.order == "arrival":
             return job.priority, job.arrived
-        return job.priority, (job.tokens - matched * SIZE) // SIZE, -matched, job.arrived
+        return job.priority, (job.tokens - reuse.worth * SIZE) // SIZE, -reuse.gpu, job.arrived
 
     @invariant()
     def sums_agree(self) -> None:
-        uncached = {id: job.tokens - n * SIZE for id, (job, n) in self.waiting.items()}
+        uncached = {id: job.tokens - n.worth * SIZE for id, (job, n) in self.waiting.items()}
         needs = list(uncached.values())
         assert len(self.queue) == len(needs)
         assert self.queue.tokens == sum(needs)
@@ -280,8 +303,13 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.queue.around(0) == (0, len(needs))
             assert self.queue.before(1 << 30, over=True) == sum(needs)
             assert self.queue.before(0, over=False) == 0
-        for below in self.queue._below.values():
-            assert below
+        below: dict[int, list[int]] = {}
+        for job, reuse in self.waiting.values():
+            for key in job.keys[SIZE][reuse.gpu :][:1]:
+                below.setdefault(key, []).append(job.id)
+        assert self.queue._below.keys() == below.keys()
+        for key, ids in below.items():
+            assert sorted(job.id for job in self.queue.below(key)) == sorted(ids)
 
     def teardown(self) -> None:
         for gone, _ in list(self.waiting.values()):

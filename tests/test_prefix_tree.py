@@ -2,12 +2,13 @@
 
 from itertools import product
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotbranch.keys import block_keys, root
-from router.index.tree import PrefixTree
+from router.index.tree import Inconsistent, PrefixTree
 
 BITS = (1, 2, 4)
 SEED = root("m")
@@ -113,6 +114,16 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.remove(bit)
         self.known[bit] = set()
 
+    @rule(bit=bits, source=bits, gone=st.booleans())
+    def inherit(self, bit: int, source: int, gone: bool) -> None:
+        """In place of all that it had, and as another one if it was gone in between."""
+        if bit != source:
+            self.tree.remove(bit)
+            if gone:
+                self.tree.leave(bit)
+            self.tree.inherit(bit, source)
+            self.known[bit] = set(self.known[source])
+
     @rule(path=paths, among=st.integers(0, 7))
     def match(self, path: Path, among: int) -> None:
         found: dict[int, int] = {}
@@ -168,6 +179,34 @@ class TreeMachine(RuleBasedStateMachine):
                 stack.append(child)
         assert seen == set(place)
         assert len(tree._where) == sum(len(node.keys) for node in seen)
+
+
+def test_those_that_get_the_same_blocks_share_the_nodes_of_one() -> None:
+    tree, stranger = PrefixTree(), 8
+    tree.store(1, None, [1, 2], 0.0, served=True)
+    for heir in (2, 4):
+        tree.inherit(heir, 1)
+    for key in range(3, 9):
+        for bit in (1, 2, 4):
+            assert tree.store(bit, key - 1, [key], 0.0, served=bit == 1) == 1
+    assert len(tree._order) == 1 and tree.match(range(1, 9), 15) == [(8, 0), (7, 8)]
+    tree.evict(1, [8, 7])
+    assert sorted(tree.match(range(1, 9), 7)) == [(1, 6), (6, 8)]
+    tree.store(stranger, None, range(1, 9), 0.0, served=True)
+    tree.store(4, 8, [9], 0.0, served=True)
+    assert len(tree._order) == 2, "of others it knows nothing"
+    tree.remove(stranger)
+    tree.leave(4)
+    tree.store(1, 6, [7, 8], 0.0, served=True)
+    tree.remove(4)
+    tree.inherit(stranger, 2)
+    for bit in (2, stranger, 1):
+        tree.store(bit, 8, [10], 0.0, served=True)
+    assert len(tree._order) == 1
+    (node,) = tree._order
+    with pytest.raises(Inconsistent):
+        tree.store(1, 10, [11, 3], 0.0, served=True)
+    assert (node.full, node.partial, node.keys[-1], len(tree)) == (1 | 2 | stranger, {}, 10, 9)
 
 
 TreeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -244,7 +244,7 @@ async def test_events_in_other_namespaces(smollm2: Path, publisher: Publisher) -
         assert answer.headers["x-hotbranch-predicted-tokens"] == str(4 * SIZE)
 
 
-async def test_blocks_that_are_not_on_the_gpu_do_not_count(
+async def test_blocks_that_are_not_on_the_gpu_can_be_loaded(
     smollm2: Path, publisher: Publisher
 ) -> None:
     async with scene(smollm2, publisher) as one:
@@ -252,3 +252,4 @@ async def test_blocks_that_are_not_on_the_gpu_do_not_count(
         await one.engine.stores(0, 2, medium="CPU")
         await one.engine.removes(2, 1)
         await one.holds(0)
+        assert await one.predicted() == 2 * SIZE

@@ -1,4 +1,4 @@
-"""A replica's cache stream: gaps, regressions, new epochs, snapshots, ranks, tiers, groups."""
+"""A replica's cache stream: gaps, regressions, new epochs, snapshots, ranks, groups."""
 
 from collections import Counter
 
@@ -8,7 +8,6 @@ from hotbranch.v1.cache_pb2 import (
     GROUP_ATTENTION,
     GROUP_STATE,
     GROUP_WINDOW,
-    TIER_CPU,
     CacheDelta,
     CacheUpdate,
     Evicted,
@@ -132,12 +131,6 @@ def test_a_reconnect_in_the_middle_of_a_snapshot_forgets_its_half(index: Index, 
     view.restart()
     apply(view, snapshot(1, 8, 11))
     assert index.held(R) == {11}
-
-
-def test_other_tiers_do_not_count_as_resident(index: Index, view: View) -> None:
-    run = Run(keys=[10], tier=TIER_CPU)
-    apply(view, CacheUpdate(epoch=1, snapshot=Snapshot(runs=[run], last=True)))
-    assert index.held(R) == frozenset()
 
 
 def test_field_report_22_groups_that_are_not_attention_do_not_poison_the_chain(

@@ -8,7 +8,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hotbranch.v1.cache_pb2 import CacheDelta, CacheUpdate, Evicted, Load, Run, Snapshot
+from hotbranch.v1.cache_pb2 import (
+    TIER_CPU,
+    TIER_DISK,
+    TIER_GPU,
+    CacheDelta,
+    CacheUpdate,
+    Evicted,
+    Load,
+    Run,
+    Snapshot,
+    Tier,
+)
 from hotbranch.v1.replica_pb2 import Description
 from router.fleet.holder import Holder
 from router.fleet.watcher import ViewLost
@@ -28,27 +39,36 @@ def chain(key: int) -> list[int]:
     return [key >> up for up in reversed(range(key.bit_length() - 1))]
 
 
-def run(key: int, rank: int) -> Run:
-    return Run(parent=key >> 1 if key > 3 else None, keys=[key], rank=rank)
+def run(key: int, rank: int, tier: Tier) -> Run:
+    return Run(parent=key >> 1 if key > 3 else None, keys=[key], rank=rank, tier=tier)
 
 
 names = st.sampled_from("ab")
 ranks = st.sampled_from((0, 1))
+tiers = st.sampled_from((TIER_GPU, TIER_GPU, TIER_GPU, TIER_CPU, TIER_DISK))
 keys = st.sampled_from(KEYS)
 some_keys = st.one_of(st.lists(keys, max_size=5), keys.map(chain))
-Change = tuple[int, list[int], list[int]]
-"""Of a rank: stored, and evicted."""
-changes = st.lists(st.tuples(ranks, some_keys, some_keys.map(lambda run: run[::-1])), max_size=3)
+Change = tuple[int, Tier, list[int], list[int]]
+"""In a tier of a rank: stored, and evicted."""
+changes = st.lists(
+    st.tuples(ranks, tiers, some_keys, some_keys.map(lambda run: run[::-1])), max_size=3
+)
+Truth = dict[tuple[int, Tier], Counter[int]]
+
+
+def nothing() -> Truth:
+    return {(rank, tier): Counter() for rank in (0, 1) for tier in Tier.values()}
 
 
 class Replica:
-    """What it holds by rank, twice what it stored twice; what the router should take it to hold;
-    and the paths predicted for it, with the end of their lives and how many count on them."""
+    """What it holds by rank and tier, twice what it stored twice; what the router should take it to
+    hold, down to each tier that it has heard of; and the paths predicted for it, with the end of
+    their lives and how many count on them."""
 
     def __init__(self, index: Index, name: str, totals: Counter[str]) -> None:
         self.holders = [Holder(name, rank) for rank in (0, 1)]
-        self.truth: list[Counter[int]] = [Counter(), Counter()]
-        self.told: list[Counter[int]] = [Counter(), Counter()]
+        self.truth = nothing()
+        self.told: dict[Holder, Counter[int]] = {holder: Counter() for holder in self.holders}
         self.soon: list[dict[int, tuple[float, int]]] = [{}, {}]
         self.epoch, self.sequence = 1, 0
         self.heard: int | None = None  # the last epoch
@@ -67,34 +87,42 @@ class Replica:
         self.sequence += 1
         message = CacheDelta(sequence=self.sequence, cleared=cleared)
         if cleared:
-            self.truth = [Counter(), Counter()]
-        orderly = self.holders[0].replica == "b"
-        for rank, stored, _ in change:
-            stored = [key for last in stored for key in chain(last)] if orderly else stored
-            message.stored.extend(run(key, rank) for key in stored)
-            self.truth[rank].update(stored)
-        for rank, _, evicted in change:
-            evicted = self.branches(rank, evicted) if orderly else evicted
-            message.evicted.append(Evicted(keys=evicted, rank=rank))
-            self.truth[rank] -= Counter(evicted)
+            self.truth = nothing()
+        for rank, tier, stored, _ in change:
+            stored = [key for last in stored for key in chain(last)] if self.orderly else stored
+            message.stored.extend(run(key, rank, tier) for key in stored)
+            self.truth[rank, tier].update(stored)
+        for rank, tier, _, evicted in change:
+            evicted = self.branches(rank, tier, evicted) if self.orderly else evicted
+            message.evicted.append(Evicted(keys=evicted, rank=rank, tier=tier))
+            self.truth[rank, tier] -= Counter(evicted)
         return CacheUpdate(epoch=self.epoch, delta=message)
 
-    def branches(self, rank: int, heads: list[int]) -> list[int]:
+    @property
+    def orderly(self) -> bool:
+        return self.holders[0].replica == "b"
+
+    def branches(self, rank: int, tier: Tier, heads: list[int]) -> list[int]:
         """These blocks and all below them, every copy, children first; of a leaf, one copy."""
-        held = sorted(self.truth[rank].elements(), reverse=True)
+        held = sorted(self.truth[rank, tier].elements(), reverse=True)
         if len(heads) == 1 and not any(heads[0] == key >> 1 for key in held):
-            return heads
+            return heads if heads[0] in held else []
         return [key for key in held if set(heads) & set(chain(key))]
 
     def snapshot(self) -> list[CacheUpdate]:
         """A message for each rank."""
         parts = [
             Snapshot(
-                runs=[run(key, rank) for key in bag.elements()],
+                runs=[
+                    run(key, rank, tier)
+                    for (other, tier), bag in self.truth.items()
+                    for key in bag.elements()
+                    if other == rank
+                ],
                 last=rank == 1,
                 sequence=self.sequence,
             )
-            for rank, bag in enumerate(self.truth)
+            for rank in (0, 1)
         ]
         return [CacheUpdate(epoch=self.epoch, snapshot=part) for part in parts]
 
@@ -108,8 +136,38 @@ class Replica:
         self.heard = update.epoch
         self.connected = True
 
+    def tell(self, delta: CacheDelta) -> None:
+        """A block lies in its tier, and is there for whoever asks down to a lower one."""
+        if delta.cleared:
+            self.forget()
+        for run in delta.stored:
+            self.know(run.rank, run.tier)
+            for holder in self.down_to(run.rank, run.tier):
+                self.told[holder].update(run.keys)
+        for gone in delta.evicted:
+            for holder in self.down_to(gone.rank, gone.tier):
+                self.told[holder] -= Counter(gone.keys)
+
+    def tell_all(self) -> None:
+        for (rank, tier), bag in self.truth.items():
+            if bag:
+                self.know(rank, tier)
+        for holder in self.told:
+            bags = (self.truth[holder.rank, tier] for tier in Tier.values() if tier <= holder.tier)
+            self.told[holder] = sum(bags, Counter())
+
+    def know(self, rank: int, tier: Tier) -> None:
+        """What was there before it counts there as well."""
+        holder = Holder(self.holders[rank].replica, rank, tier)
+        if holder not in self.told:
+            above = max(other for other in self.told if other < holder and other.rank == rank)
+            self.told[holder] = Counter(self.told[above])
+
+    def down_to(self, rank: int, tier: Tier) -> list[Holder]:
+        return [holder for holder in self.told if holder.rank == rank and holder.tier >= tier]
+
     def forget(self) -> None:
-        self.told = [Counter(), Counter()]
+        self.told = {holder: Counter() for holder in self.told}
         self.soon = [{}, {}]
 
     def predicted(self, rank: int) -> set[int]:
@@ -136,9 +194,7 @@ class WholeIndexMachine(RuleBasedStateMachine):
             self._loses(replica, update, "overtaken")
             return
         replica.view.apply(update, self.now)
-        if cleared:
-            replica.soon = [{}, {}]
-        replica.told = [Counter(bag) for bag in replica.truth]
+        replica.tell(update.delta)
 
     @rule(name=names, change=changes, slip=st.sampled_from((-2, -1, 1, 2)))
     def slipped_delta(self, name: str, change: list[Change], slip: int) -> None:
@@ -168,7 +224,7 @@ class WholeIndexMachine(RuleBasedStateMachine):
             return
         replica.view.apply(second, self.now)
         replica.follows = True
-        replica.told = [Counter(bag) for bag in replica.truth]
+        replica.tell_all()
 
     @rule(name=names)
     def load(self, name: str) -> None:
@@ -177,13 +233,13 @@ class WholeIndexMachine(RuleBasedStateMachine):
         replica.hear(update)
         replica.view.apply(update, self.now)
 
-    @rule(name=names, kept=some_keys)
-    def new_epoch(self, name: str, kept: list[int]) -> None:
+    @rule(name=names, tier=tiers, kept=some_keys)
+    def new_epoch(self, name: str, tier: Tier, kept: list[int]) -> None:
         """The replica starts anew; the router knows when it hears of it."""
         replica = self.replicas[name]
         replica.epoch += 1
         replica.sequence = 0
-        replica.truth = [Counter(kept), Counter()]
+        replica.truth = nothing() | {(0, tier): Counter(kept)}
         replica.follows = False
 
     @rule(name=names)
@@ -194,6 +250,7 @@ class WholeIndexMachine(RuleBasedStateMachine):
         replica.view.restart()
         replica.counted["reconnect"] += 1
         replica.follows = replica.connected = False
+        replica.told = {holder: Counter() for holder in replica.holders}
         replica.forget()
 
     @rule(name=names)
@@ -201,7 +258,7 @@ class WholeIndexMachine(RuleBasedStateMachine):
         """Another one comes in its place."""
         replica = self.replicas[name]
         replica.view.close()
-        assert not any(self.index.held(holder) for holder in replica.holders)
+        assert not any(holder.replica == name for holder in self.index._bits)
         assert replica.view.recoveries == replica.counted + Counter(gone=1)
         self.totals.subtract(replica.view.recoveries)
         self.replicas[name] = Replica(self.index, name, self.totals)
@@ -278,9 +335,16 @@ class WholeIndexMachine(RuleBasedStateMachine):
     @invariant()
     def holds_what_was_told(self) -> None:
         for replica in self.replicas.values():
-            for holder, bag in zip(replica.holders, replica.told, strict=True):
+            for holder, bag in replica.told.items():
                 assert self.index.held(holder) == set(bag)
                 assert self.index.held_count(holder) == len(bag)
+                if replica.follows and replica.orderly:  # else it evicts what it does not have
+                    bags = (
+                        replica.truth[holder.rank, tier]
+                        for tier in Tier.values()
+                        if tier <= holder.tier
+                    )
+                    assert bag == sum(bags, Counter())
             assert replica.view.current == replica.follows or replica.heard != replica.epoch
             assert replica.view.recoveries == replica.counted
         assert +self.totals == sum((r.counted for r in self.replicas.values()), Counter())
@@ -312,8 +376,8 @@ class WholeIndexMachine(RuleBasedStateMachine):
 
     def _layers(self) -> Iterator[tuple[Holder, set[int], set[int]]]:
         for replica in self.replicas.values():
-            for rank, holder in enumerate(replica.holders):
-                yield holder, set(replica.told[rank]), replica.predicted(rank)
+            for holder, bag in replica.told.items():
+                yield holder, set(bag), set() if holder.tier else replica.predicted(holder.rank)
 
     def teardown(self) -> None:
         for replica in self.replicas.values():
@@ -324,51 +388,6 @@ class WholeIndexMachine(RuleBasedStateMachine):
 def reach(path: list[int], layer: set[int]) -> int:
     """Leading blocks of a path that are there."""
     return next((i for i, key in enumerate(path) if key not in layer), len(path))
-
-
-class ReadKeys(list[int]):
-    """Counts how many of its keys are looked at."""
-
-    read = 0
-
-    def __getitem__(self, at):  # type: ignore[no-untyped-def]
-        found = super().__getitem__(at)
-        ReadKeys.read += len(found) if isinstance(at, slice) else 1
-        return found
-
-    def __iter__(self) -> Iterator[int]:
-        ReadKeys.read += len(self)
-        return super().__iter__()
-
-
-@pytest.mark.parametrize("reports", [True, False])
-def test_no_work_grows_with_the_part_of_a_prompt_that_is_known(reports: bool) -> None:
-    """Neither where it is predicted already, nor where only the replica's report is left of it."""
-    index = Index(prediction_s=LIFE_S)
-    holder = Holder("a")
-    index.add(holder, capacity=20_000)
-    known = list(range(1, 8193))
-    if reports:
-        index.replace(holder, [(None, known)], 0.0)
-    else:
-        index.predict(holder, known, 0.0)
-        index.computed(holder, known, 0, 0.0)
-        index.expire(LIFE_S)
-    assert index.predicted_blocks == 0
-    ReadKeys.read = 0
-    for serial in range(100):
-        path = ReadKeys([*known, 10_000 + serial])
-        for now in (LIFE_S + serial, LIFE_S + serial + COMPUTED_S / 2):
-            index.expire(now)
-            assert index.match(path).depths() == {holder: 8192 + (now > LIFE_S + serial)}
-            index.predict(holder, path, now)
-            index.computed(holder, path, 8192, now)
-            if reports and now > LIFE_S + serial:
-                index.store(holder, 8192, path[-1:], now)
-        index.withdraw(holder, path)
-        index.missed(holder, path, 8192, now)
-        index.evict(holder, path[-1:])
-    assert ReadKeys.read < 10_000, "some ten of 8,193 keys each time a path is followed"
 
 
 WholeIndexMachine.TestCase.settings = settings(

@@ -42,7 +42,10 @@ class ToldReplica(ReplicaServicer):
 
     def report(self, *paths: Sequence[int]) -> None:
         """A snapshot with a path of block keys for each rank."""
-        runs = [Run(keys=keys, rank=rank) for rank, keys in enumerate(paths)]
+        self.hold(*(Run(keys=keys, rank=rank) for rank, keys in enumerate(paths)))
+
+    def hold(self, *runs: Run) -> None:
+        """A snapshot with these runs."""
         update = CacheUpdate(epoch=EPOCH, snapshot=Snapshot(runs=runs, last=True))
         self.updates.put_nowait(update)
 

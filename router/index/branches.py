@@ -15,7 +15,8 @@ class Branch:
     """A run of tokens, from `start` to before `end` of its prompts, and what hangs below it.
 
     `key` is that of its last block. `rates` are the tokens that each holder serves in a second to
-    prompts that go through here, `held` the tokens of the run that each one holds.
+    prompts that go through here, `held` the tokens of the run that each one has on
+    its GPU.
     """
 
     key: int
@@ -66,6 +67,8 @@ def _branch(
     rates, held, size = {}, {}, 1
     for bit in node.bits():
         holder, size = holder_of(bit)  # all of one node have one block size: keys tell sizes apart
+        if holder.tier:
+            continue
         held[holder] = node.held(bit) * size
         if node.heat and bit in node.heat:
             rates[holder] = rate(node.heat[bit], now) * size

@@ -94,6 +94,7 @@ class Index:
             self.clear(holder)
             bit = self._bits.pop(holder)
             self._history.close(bit)
+            self._reported.leave(bit)
             del self._holders[bit]
             self._everybody ^= bit
             self._free.append(bit)
@@ -106,8 +107,11 @@ class Index:
         self._history.clear(bit)
 
     def store(self, holder: Holder, parent: int | None, keys: Sequence[int], now: float) -> None:
-        """The holder reports a run of blocks below `parent`, a key or None for a root."""
-        self._store(self._bits[holder], parent, keys, now, served=True)
+        """The holder reports a run of blocks below `parent`, a key or None for a root.
+
+        What comes to a lower tier was not served there: only the GPU's blocks are heat.
+        """
+        self._store(self._bits[holder], parent, keys, now, served=not holder.tier)
         self._bound()
 
     def evict(self, holder: Holder, keys: Sequence[int]) -> None:
@@ -143,6 +147,16 @@ class Index:
             self._store(bit, parent, keys, now, served=False)
         self._reported.reheat(bit, heats, now)
         self._bound()
+
+    def inherit(self, holder: Holder, source: Holder) -> None:
+        """A holder that holds nothing holds what another one reported, every copy of it."""
+        bit, other = self._bits[holder], self._bits[source]
+        self._reported.inherit(bit, other)
+        if other in self._copies:
+            self._copies[bit] = dict(self._copies[other])
+        if other in self._orphans:
+            self._orphans[bit] = self._orphans[other].copy()
+            self._bound()
 
     def predict(self, holder: Holder, keys: Sequence[int], now: float) -> None:
         """A prompt was sent to the holder, which will soon hold the whole path."""

@@ -32,6 +32,13 @@ class Orphans:
         self._parents[key] = parent
         self._children.setdefault(parent, {})[key] = None
 
+    def copy(self) -> "Orphans":
+        """The same of another holder."""
+        other = Orphans()
+        for key, parent in self._parents.items():
+            other.add(parent, key)
+        return other
+
     def discard(self, key: int) -> None:
         """A block is not held any more; those below it stay."""
         parent = self._parents.pop(key, None)

@@ -84,6 +84,7 @@ class PrefixTree:
         # and the first one is a leaf.
         self._order: OrderedDict[Node, None] = OrderedDict()
         self._counts: dict[int, int] = {}
+        self._kin: dict[int, int] = {}  # bit -> it and those that inherited, where there are any
 
     def __len__(self) -> int:
         """Distinct blocks."""
@@ -236,6 +237,20 @@ class PrefixTree:
             runs.append(node.keys)
         return [key for run in reversed(runs) for key in run]
 
+    def inherit(self, bit: int, source: int) -> None:
+        """A holder that has nothing has what another one has, and will get what that one gets."""
+        for node in self._nodes():
+            if count := node.held(source):
+                node.hold(bit, count)
+        self._counts[bit] = self.count(source)
+        kin = self._kin.get(source, source) | bit
+        self._kin.update((1 << place, kin) for place in positions(kin))
+
+    def leave(self, bit: int) -> None:
+        """A holder is gone, and with it its part in what others get."""
+        kin = self._kin.pop(bit, bit) ^ bit
+        self._kin.update((1 << place, kin) for place in positions(kin))
+
     def remove(self, bit: int) -> None:
         """Forget all that a holder has."""
         if not self._counts.get(bit):
@@ -296,7 +311,11 @@ class PrefixTree:
     def _grow(self, node: Node, bit: int, keys: Sequence[int], served: bool) -> Node:
         """Add blocks that nobody has, below the end of a run; the node they are on."""
         size = len(self._where)
-        if node.full == bit and not node.partial and not node.children and node.parent:
+        kin = self._kin.get(bit, bit) & node.full
+        if kin & bit and kin == node.full and not (node.partial or node.children):
+            if kin != bit:  # they get their blocks right after, and shall not need a node for each
+                node.partial = {1 << place: len(node.keys) for place in positions(kin ^ bit)}
+                node.full = bit
             node.keys += keys
         else:
             child = Node(node, list(keys), bit)
@@ -314,6 +333,8 @@ class PrefixTree:
     def _ungrow(self, node: Node, count: int) -> None:
         """Take back blocks that took the place of others, which only a defect elsewhere sends."""
         del node.keys[len(node.keys) - count :]
+        for bit in [bit for bit, n in node.partial.items() if n == len(node.keys)]:
+            node.hold(bit, len(node.keys))
         if not node.keys and node.parent is not None:
             node.parent.children = {k: n for k, n in node.parent.children.items() if n is not node}
             del self._order[node]

@@ -1,10 +1,11 @@
 """One replica's cache as its WatchCache stream tells it: snapshot, then deltas without a gap."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 from hotbranch.v1.cache_pb2 import (
     GROUP_ATTENTION,
+    TIER_CPU,
+    TIER_DISK,
     TIER_GPU,
     CacheDelta,
     CacheUpdate,
@@ -16,6 +17,7 @@ from hotbranch.v1.replica_pb2 import Description
 from router.fleet.holder import Holder
 from router.fleet.watcher import ViewLost
 from router.index.index import Index
+from router.index.tiers import TieredRun, Tiers
 from router.index.tree import Inconsistent
 
 RECOVERIES = (
@@ -47,12 +49,12 @@ class View:
         self._index = index
         self._address = address
         self._totals = totals
-        self._holders: list[Holder] = []  # by rank
+        self._ranks: list[Tiers] = []
         self._comparable = True
         self._known_epoch: int | None = None  # the last one seen, on any connection
         self._epoch: int | None = None
         self._sequence: int | None = None  # None: no complete snapshot on this stream
-        self._pending: list[list[tuple[int | None, Sequence[int]]]] = []  # by rank
+        self._pending: list[list[TieredRun]] = []  # by rank
 
     @property
     def current(self) -> bool:
@@ -61,19 +63,19 @@ class View:
 
     def connected(self, description: Description, comparable: bool) -> None:
         """The replica is reached; until its first snapshot its history stands for its cache."""
-        if self._holders:
+        if self._ranks:
             self._count("reconnect")
-        for holder in self._holders[description.ranks :]:
-            self._index.remove(holder)
-        self._holders = [Holder(self._address, rank) for rank in range(description.ranks or 1)]
-        for holder in self._holders:
-            self._index.add(holder, description.block_size, description.capacity_blocks)
+        self._remove()
+        holders = [Holder(self._address, rank) for rank in range(description.ranks or 1)]
+        self._ranks = [Tiers(self._index, holder) for holder in holders]
+        for rank in self._ranks:
+            rank.add(description.block_size, description.capacity_blocks)
         self._comparable = comparable
 
     def restart(self) -> None:
         """A new stream begins: a snapshot must come first."""
         self._sequence = None
-        self._pending = [[] for _ in self._holders]
+        self._pending = [[] for _ in self._ranks]
 
     def apply(self, update: CacheUpdate, now: float) -> None:
         """Take one message of the stream. Raises ViewLost."""
@@ -103,10 +105,10 @@ class View:
         self._sequence = None
         for run in snapshot.runs:
             if _counts(run):
-                self._pending[self._rank(run)].append((_parent(run), list(run.keys)))
+                self._pending[self._rank(run)].append((run.tier, _parent(run), list(run.keys)))
         if snapshot.last:
-            for holder, runs in zip(self._holders, self._pending, strict=True):
-                self._index.replace(holder, runs, now)
+            for rank, runs in zip(self._ranks, self._pending, strict=True):
+                rank.replace(runs, now)
             self.restart()
             self._sequence = snapshot.sequence
 
@@ -123,11 +125,11 @@ class View:
             self._clear()
         for run in delta.stored:
             if _counts(run):
-                holder = self._holders[self._rank(run)]
-                self._index.store(holder, _parent(run), list(run.keys), now)
+                rank = self._ranks[self._rank(run)]
+                rank.store(run.tier, _parent(run), list(run.keys), now)
         for gone in delta.evicted:
             if _counts(gone):
-                self._index.evict(self._holders[self._rank(gone)], list(gone.keys))
+                self._ranks[self._rank(gone)].evict(gone.tier, list(gone.keys))
 
     def lost(self, reason: str) -> None:
         """Count a view that has to be taken anew."""
@@ -142,30 +144,33 @@ class View:
 
     def close(self) -> None:
         """The replica is gone for good."""
-        if self._holders:
+        if self._ranks:
             self._count("gone")
-        for holder in self._holders:
-            self._index.remove(holder)
-        self._holders = []
+        self._remove()
+
+    def _remove(self) -> None:
+        for rank in self._ranks:
+            rank.remove()
+        self._ranks = []
 
     def _clear(self) -> None:
-        for holder in self._holders:
-            self._index.clear(holder)
+        for rank in self._ranks:
+            rank.clear()
 
     def _count(self, kind: str) -> None:
         self.recoveries[kind] += 1
         self._totals[kind] += 1
 
     def _rank(self, part: Run | Evicted) -> int:
-        if part.rank >= len(self._holders):
+        if part.rank >= len(self._ranks):
             self._sequence = None
             raise ViewLost("rank")
         return part.rank
 
 
 def _counts(part: Run | Evicted) -> bool:
-    """Whether it is about blocks that a prompt can reuse as they lie."""
-    return part.tier == TIER_GPU and part.group == GROUP_ATTENTION
+    """Whether it is about blocks that a prompt can reuse, as they lie or once they are loaded."""
+    return part.group == GROUP_ATTENTION and part.tier in (TIER_GPU, TIER_CPU, TIER_DISK)
 
 
 def _parent(run: Run) -> int | None:

@@ -30,7 +30,8 @@ class Admin:
         return Response(200, orjson.dumps({"replicas": replicas}))
 
     async def index(self, request: Request) -> Response:
-        """GET /admin/index/{replica_id or address}: keys reported by it, in hexadecimal, sorted."""
+        """GET /admin/index/{replica_id or address}: keys that it reported on its GPU, in
+        hexadecimal, sorted."""
         for link in self._fleet.links:
             if request.tail in (link.replica_id, link.address):
                 held = (self._index.held(holder) for holder in link.holders)

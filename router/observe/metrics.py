@@ -346,7 +346,7 @@ _REPLICA_GAUGES = {
     "kv_used_blocks": "Blocks held by running requests, as last reported.",
     "kv_cached_blocks": "Blocks in the replica's tree, as last reported.",
     "kv_total_blocks": "Blocks of the replica's pool.",
-    "index_blocks_held": "Blocks the index holds for the replica.",
+    "index_blocks_held": "Blocks the index holds for the replica, on its GPU.",
     "report_age_seconds": "Since the last message of the replica's cache stream.",
 }
 

@@ -12,6 +12,7 @@ from itertools import count, islice
 from typing import Any, Literal
 
 from router.schedule.job import Job
+from router.schedule.reuse import Reuse
 from router.schedule.shares import Shares
 
 Order = Literal["depth_first", "arrival"]
@@ -20,11 +21,11 @@ SIZES = 32  # powers of two that a prompt can need
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A waiting job. `matched` are the blocks that the server has, or will have by then."""
+    """A waiting job. `reuse` is of what the server has, or will have by then."""
 
     job: Job
-    matched: int
-    uncached: int  # tokens
+    reuse: Reuse
+    uncached: int  # tokens; what is to be loaded counts as its share
     waits: bool = True
 
 
@@ -63,7 +64,7 @@ class _Tenant:
 class BranchQueue:
     """Of a server with blocks of `block_size` tokens. Pure.
 
-    Matches are as of the last `file`; `tokens` sums what all need.
+    What is reused is as of the last `file`; `tokens` sums what all need.
     """
 
     def __init__(self, block_size: int, shares: Shares, order: Order = "depth_first") -> None:
@@ -81,16 +82,16 @@ class BranchQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def file(self, job: Job, matched: int) -> None:
-        """Add a job, or say how many of its blocks the server has now."""
+    def file(self, job: Job, reuse: Reuse) -> None:
+        """Add a job, or say which of its blocks the server has now."""
         known = self._entries.get(job.id)
         if known:
-            if known.matched == matched:
+            if known.reuse == reuse:
                 return
             self._drop(known)
         else:
             self._shares.entered(job.tenant)
-        entry = _Entry(job, matched, job.tokens - matched * self._block_size)
+        entry = _Entry(job, reuse, job.tokens - reuse.worth * self._block_size)
         self._entries[job.id] = entry
         self.tokens += entry.uncached
         if (tenant := self._tenants.get(job.tenant)) is None:
@@ -107,15 +108,15 @@ class BranchQueue:
         self._drop(self._entries.pop(job.id))
         self._shares.left(job.tenant)
 
-    def next(self, overdue_since: float) -> tuple[Job, int] | None:
-        """Whose turn it is, and its match: the oldest that arrived before `overdue_since`, else by
+    def next(self, overdue_since: float) -> tuple[Job, Reuse] | None:
+        """Whose turn it is, and its reuse: the oldest that arrived before `overdue_since`, else by
         priority the least that a tenant whose turn it may be has to compute."""
         oldest = _head(self._oldest)
         if oldest is None:
             self._tenants.clear()
             return None
         if oldest.job.arrived < overdue_since:
-            return oldest.job, oldest.matched
+            return oldest.job, oldest.reuse
         for name, tenant in list(self._tenants.items()):
             if _head(tenant.heap) is None:
                 del self._tenants[name]
@@ -123,15 +124,15 @@ class BranchQueue:
                 self._flip(tenant)
         names = self._shares.eligible(self._tenants)
         entry = min(self._tenants[name].heap[0] for name in names)[-1]
-        return entry.job, entry.matched
+        return entry.job, entry.reuse
 
     def below(self, key: int) -> Sequence[Job]:
-        """Those for whom the block `key` is the first that the server lacks."""
+        """Those for whom the block `key` is the first that the server lacks on its GPU."""
         return [entry.job for entry in self._below.get(key, {}).values()]
 
-    def some(self, most: int) -> Sequence[tuple[Job, int]]:
-        """Some of those that were filed first, and their matches."""
-        return [(entry.job, entry.matched) for entry in islice(self._entries.values(), most)]
+    def some(self, most: int) -> Sequence[tuple[Job, Reuse]]:
+        """Some of those that were filed first, and their reuse."""
+        return [(entry.job, entry.reuse) for entry in islice(self._entries.values(), most)]
 
     def around(self, uncached: int) -> tuple[float, float]:
         """Beside a job that needs so many tokens: the tokens of those that need less, and how many
@@ -155,11 +156,11 @@ class BranchQueue:
         """What goes first is least. Of equal work that with the deeper match, then the older."""
         if self._order == "arrival":
             return entry.job.priority, 0, 0
-        return entry.job.priority, entry.uncached // self._block_size, -entry.matched
+        return entry.job.priority, entry.uncached // self._block_size, -entry.reuse.gpu
 
     def _missing(self, entry: _Entry) -> int | None:
         keys = entry.job.keys[self._block_size]
-        return keys[entry.matched] if entry.matched < len(keys) else None
+        return keys[entry.reuse.gpu] if entry.reuse.gpu < len(keys) else None
 
     def _drop(self, entry: _Entry) -> None:
         """Take an entry out of everything but the heaps, where it no longer waits."""

@@ -15,6 +15,7 @@ from router.fleet.holder import Holder
 from router.index.index import Index
 from router.schedule.branch_queue import BranchQueue, Order
 from router.schedule.job import Job
+from router.schedule.reuse import Reuse
 from router.schedule.server import Report, Server
 from router.schedule.shares import Shares
 
@@ -36,7 +37,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """A job goes out. `matched` blocks of it are there, or on their way."""
+    """A job goes out. `matched` blocks of it are there, in any tier, or on their way."""
 
     job: Job
     server: Server
@@ -53,7 +54,8 @@ class Policy(Protocol):
     def choose(
         self, job: Job, servers: Sequence[Server], matched: Mapping[Holder, int], now: float
     ) -> Placement:
-        """One of at least one server. `matched` are leading blocks; none where it is missing."""
+        """One of at least one server. `matched` are leading blocks; none where it is missing. A
+        server's lower tiers are holders of their own there, for `Server.reuse`."""
 
     def sent(self, job: Job, server: Server, now: float) -> None:
         """A job went out."""
@@ -171,8 +173,8 @@ class FleetScheduler:
         over = self._shares.over(job.tenant)
         return min(
             (
-                server.first_token_s(job.tokens - matched.get(holder, 0) * server.block_size, over)
-                for holder, server in self.servers.items()
+                server.first_token_s(_uncached(job, server, server.reuse(matched)), over)
+                for server in self.servers.values()
                 if server.takes(job)
             ),
             default=0.0,
@@ -186,11 +188,11 @@ class FleetScheduler:
         matched = self._matched(job)
         placement = self._policy.choose(job, servers, matched, now)
         server = placement.server
-        blocks = matched.get(server.holder, 0)
+        reuse = server.reuse(matched)
         if not self._policy.holds:
-            return [self._send(job, server, blocks, placement.reason, now)]
+            return [self._send(job, server, reuse, placement.reason, now)]
         self._reasons[job.id] = placement.reason
-        self._file(job, server, blocks)
+        self._file(job, server, reuse)
         return [*self._pump(server, now), *self._steal(now)]
 
     def _takers(self, job: Job) -> list[Server]:
@@ -254,17 +256,22 @@ class FleetScheduler:
         return [*here, *self._steal(now)]
 
     def _matched(self, job: Job) -> dict[Holder, int]:
-        """Leading blocks by holder. One token is always computed, to have logits to sample from."""
+        """Leading blocks by holder, of each tier. One token is always computed, to have logits to
+        sample from."""
         found: dict[Holder, int] = {}
         for size, keys in job.keys.items():
             longest = (job.tokens - 1) // size
             for holder, depth in self._index.match(keys).depths().items():
-                if holder in self.servers and self.servers[holder].block_size == size:
+                server = self.servers.get(holder) or self.servers.get(holder.server)
+                if server is not None and server.block_size == size:
                     found[holder] = min(depth, longest)
         return found
 
-    def _file(self, job: Job, server: Server, matched: int) -> None:
-        server.queue.file(job, matched)
+    def _reuse(self, job: Job, server: Server) -> Reuse:
+        return server.reuse(self._matched(job))
+
+    def _file(self, job: Job, server: Server, reuse: Reuse) -> None:
+        server.queue.file(job, reuse)
         self.waiting[job.id] = server
 
     def _take(self, job: Job) -> Server:
@@ -283,44 +290,44 @@ class FleetScheduler:
             job, believed = head
             if not self._has_room(server, job, believed, now):
                 break
-            matched = self._matched(job).get(server.holder, 0)
-            if matched < believed and looked < REMATCHED:
+            reuse = self._reuse(job, server)
+            if reuse.worth < believed.worth and looked < REMATCHED:
                 looked += 1
-                server.queue.file(job, matched)
+                server.queue.file(job, reuse)
                 continue
             self._take(job)
-            out.append(self._send(job, server, matched, self._reasons.pop(job.id), now))
+            out.append(self._send(job, server, reuse, self._reasons.pop(job.id), now))
         return out
 
-    def _send(self, job: Job, server: Server, matched: int, reason: str, now: float) -> Dispatch:
+    def _send(self, job: Job, server: Server, reuse: Reuse, reason: str, now: float) -> Dispatch:
         keys = job.keys[server.block_size]
-        uncached = job.tokens - matched * server.block_size
+        uncached = _uncached(job, server, reuse)
         self._index.predict(server.holder, keys, now)
         rank = self._rank(job)
         server.outstanding.sent(job.id, uncached, rank)
-        server.memory.sent(job.id, uncached)
+        server.memory.sent(job.id, _added(job, server, reuse))
         server.sent[job.id] = job, now
         self._shares.charge(job.tenant, uncached, now)
         self._policy.sent(job, server, now)
-        if matched < len(keys):
-            for sibling in server.queue.below(keys[matched]):
-                server.queue.file(sibling, self._matched(sibling).get(server.holder, 0))
-        return Dispatch(job, server, matched, reason, rank)
+        if reuse.gpu < len(keys):
+            for sibling in server.queue.below(keys[reuse.gpu]):
+                server.queue.file(sibling, self._reuse(sibling, server))
+        return Dispatch(job, server, reuse.blocks, reason, rank)
 
-    def _has_room(self, server: Server, job: Job, matched: int, now: float) -> bool:
+    def _has_room(self, server: Server, job: Job, reuse: Reuse, now: float) -> bool:
         """Less than the window is to be computed before it, and the cache has room for what it
         takes until it ends: else it would wait there, where none that is free can take it over. A
         tenant over its share leaves most of the window to others, for a step that runs delays
         whoever comes, and half of the cache. What is overdue need not fit: the replica makes room.
         """
-        uncached = job.tokens - matched * server.block_size
+        uncached = _uncached(job, server, reuse)
         before = server.outstanding.tokens
         if self._rules.order == "depth_first":
             before = server.outstanding.before(uncached, self._rank(job))
         window, memory = self._rules.window * server.chunk_tokens, server.memory
         if job.arrived < now - self._rules.starvation_s:
             return before < window
-        if server.sent and uncached > memory.room:
+        if server.sent and _added(job, server, reuse) > memory.room:
             return False
         if not self._shares.over(job.tenant):
             return before < window
@@ -344,7 +351,7 @@ class FleetScheduler:
             if (job := self._gains_most(victim, server)) is not None:
                 self._take(job)
                 self._reasons[job.id] = "stolen"
-                self._file(job, server, self._matched(job).get(server.holder, 0))
+                self._file(job, server, self._reuse(job, server))
                 self.stolen += 1
                 out += self._pump(server, now)
         return out
@@ -352,15 +359,25 @@ class FleetScheduler:
     def _gains_most(self, victim: Server, thief: Server) -> Job | None:
         """Its wait shrinks by more than what the thief has to compute again."""
         best, most = None, 0.0
-        for job, blocks in victim.queue.some(LOOKED_AT):
+        for job, reuse in victim.queue.some(LOOKED_AT):
             if not thief.takes(job):
                 continue
             over = self._shares.over(job.tenant)
-            here = job.tokens - blocks * victim.block_size
-            there = job.tokens - self._matched(job).get(thief.holder, 0) * thief.block_size
+            here = _uncached(job, victim, reuse)
+            there = _uncached(job, thief, self._reuse(job, thief))
             again = max(0, there - here) * thief.prefill_s_per_token
             saved = victim.first_token_s(here, over) - thief.first_token_s(there, over)
             gain = saved - again
             if gain > most:
                 best, most = job, gain
         return best
+
+
+def _uncached(job: Job, server: Server, reuse: Reuse) -> int:
+    """Tokens to compute; those to load count as their share."""
+    return job.tokens - reuse.worth * server.block_size
+
+
+def _added(job: Job, server: Server, reuse: Reuse) -> int:
+    """Tokens that it adds to what lies on the GPU."""
+    return job.tokens - reuse.gpu * server.block_size

@@ -1,14 +1,17 @@
 """A rank of a replica as the scheduler sees it: its last report, what was sent since, who waits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
+from hotbranch.v1.cache_pb2 import TIER_CPU, TIER_DISK
 from router.fleet.holder import Holder
 from router.fleet.memory import Memory
 from router.fleet.outstanding import Outstanding
 from router.schedule.branch_queue import BranchQueue
 from router.schedule.job import Job
+from router.schedule.reuse import Reuse
 
 PREFILL_S_PER_TOKEN = 1e-4  # until some server has measured its own
 
@@ -56,9 +59,14 @@ class Server:
     step_s: float = 0.0
     others: int = 0  # requests that it had from other routers, when it last reported
     label: bytes = field(init=False)  # its name, to be hashed
+    cpu: Holder = field(init=False)  # it with what lies in its CPU's memory too
+    disk: Holder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.label = f"{self.holder.replica}/{self.holder.rank}".encode()
+        replica, rank, _ = self.holder
+        self.label = f"{replica}/{rank}".encode()
+        self.cpu = Holder(replica, rank, TIER_CPU)
+        self.disk = Holder(replica, rank, TIER_DISK)
 
     def reported(self, report: Report, ranks: int = 1) -> None:
         """A load report came, of so many ranks together."""
@@ -70,6 +78,15 @@ class Server:
         self.measured = report.prefill_s_per_token or self.measured
         self.prefill_s_per_token = self.measured or self.prefill_s_per_token
         self.step_s = report.step_s or self.step_s
+
+    def reuse(self, matched: Mapping[Holder, int]) -> Reuse:
+        """What it has of a prompt, from leading blocks by holder; none where one is missing."""
+        cpu = gpu = matched.get(self.holder, 0)
+        if (depth := matched.get(self.cpu, 0)) > cpu:
+            cpu = depth
+        if (depth := matched.get(self.disk, 0)) > cpu:
+            return Reuse(gpu, cpu - gpu, depth - cpu)
+        return Reuse(gpu, cpu - gpu)
 
     def takes(self, job: Job) -> bool:
         """Whether the job may go to it, and fits."""

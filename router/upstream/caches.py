@@ -4,12 +4,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from hotbranch.kv_events.translate import Changes, StoredRun, Tier
+from hotbranch.kv_events.translate import Changes, StoredRun
 from hotbranch.settings import Upstream as Settings
 from hotbranch.v1.replica_pb2 import Description
 from router.fleet.holder import Holder
 from router.index.index import Index
-from router.index.tree import Run
+from router.index.tiers import Tiers
 from router.upstream.events import Events
 
 
@@ -22,10 +22,10 @@ class Caches:
 
     def __init__(self, index: Index, settings: Settings, totals: Counter[str]) -> None:
         self.recoveries: Counter[str] = Counter()
-        self._index = index
         self._settings = settings
         self._totals = totals
-        self._holders = [Holder(settings.url, rank) for rank in range(settings.ranks)]
+        holders = [Holder(settings.url, rank) for rank in range(settings.ranks)]
+        self._ranks = {holder: Tiers(index, holder) for holder in holders}
         self._events: list[Events] = []  # by rank; none where nobody tells
         self._facts: Description | None = None  # of the server, while it is reached
         self._known = False
@@ -50,13 +50,13 @@ class Caches:
         if self._known:
             self._count("reconnect")
         self._known, self._facts = True, facts
-        for holder in self._holders:
-            self._index.add(holder, facts.block_size, facts.capacity_blocks)
+        for rank in self._ranks.values():
+            rank.add(facts.block_size, facts.capacity_blocks)
         wanted = (facts.model, facts.block_size) if comparable else None
         if any(events.of != wanted for events in self._events):
             self._close_events()
         if comparable and self._settings.kv_events and not self._events:
-            self._events = [self._listen(holder, facts) for holder in self._holders]
+            self._events = [self._listen(holder, facts) for holder in self._ranks]
         for events in self._events:
             events.back(same)
 
@@ -65,8 +65,8 @@ class Caches:
         self._facts = None
         for events in self._events:
             events.away()
-        for holder in self._holders:
-            self._index.remove(holder)
+        for rank in self._ranks.values():
+            rank.remove()
 
     def close(self) -> None:
         """It is gone for good."""
@@ -75,23 +75,24 @@ class Caches:
 
     def exact(self, holder: Holder, runs: Sequence[StoredRun]) -> None:
         if self._facts is not None:
-            self._index.replace(holder, _on_gpu(runs), time.monotonic())
+            tiered = [(run.tier, run.parent, run.keys) for run in runs]
+            self._ranks[holder].replace(tiered, time.monotonic())
 
     def change(self, holder: Holder, changes: Changes) -> None:
         if self._facts is None:
             return
+        rank = self._ranks[holder]
         if changes.cleared:
-            self._index.clear(holder)
-        for parent, keys in _on_gpu(changes.stored):
-            self._index.store(holder, parent, keys, time.monotonic())
+            rank.clear()
+        for run in changes.stored:
+            rank.store(run.tier, run.parent, run.keys, time.monotonic())
         for gone in changes.evicted:
-            if gone.tier is Tier.GPU:
-                self._index.evict(holder, gone.keys)
+            rank.evict(gone.tier, gone.keys)
 
     def lost(self, holder: Holder, kind: str) -> None:
         self._count(kind)
         if (facts := self._facts) is not None:
-            self._index.add(holder, facts.block_size, facts.capacity_blocks)
+            self._ranks[holder].add(facts.block_size, facts.capacity_blocks)
 
     def _listen(self, holder: Holder, facts: Description) -> Events:
         settings = self._settings
@@ -109,10 +110,6 @@ class Caches:
     def _count(self, kind: str) -> None:
         self.recoveries[kind] += 1
         self._totals[kind] += 1
-
-
-def _on_gpu(runs: Sequence[StoredRun]) -> list[Run]:
-    return [(run.parent, run.keys) for run in runs if run.tier is Tier.GPU]
 
 
 def _of_rank(endpoint: str, rank: int) -> str:

@@ -6,11 +6,14 @@ from random import Random
 from router.fleet.holder import Holder
 from router.schedule.job import Job
 from router.schedule.policies.parts import Immediate, PerServer, leading, least
+from router.schedule.reuse import Reuse
 from router.schedule.scheduler import Placement
 from router.schedule.server import Server
 
 # docs/components/router/router-configuration.md; temperature 0 takes the least cost
 OVERLAP_SCORE_CREDIT = 1.0
+HOST_CACHE_HIT_WEIGHT = 0.75
+DISK_CACHE_HIT_WEIGHT = 0.25
 PREFILL_LOAD_SCALE = 1.0
 
 
@@ -39,12 +42,12 @@ class DynamoLinear(Immediate):
     """ai-dynamo/dynamo, docs/components/router/router-concepts.md, "Cost Calculation";
     lib/kv-router/src/scheduling/selector/default.rs.
 
-        cost = prefill_load_scale * max(active prefill + prompt - credit * overlap, 0) + decode
+        cost = prefill_load_scale * max(active prefill + prompt - credit, 0) + decode
 
-    in blocks, where decode are the blocks of all active prompts and this one. Overlap is what KV
-    events tell. Like its slot tracker, which counts a prompt's uncached tokens from when it was
-    routed until its first token, the active prefill is what was sent and has not begun. Ties are
-    broken at random.
+    in blocks, where decode are the blocks of all active prompts and this one. Credit is the overlap
+    that KV events tell of, less for what host memory or disk has beyond it. Like its slot tracker,
+    which counts a prompt's uncached tokens from when it was routed until its first token, the
+    active prefill is what was sent and has not begun. Ties are broken at random.
     """
 
     def __init__(self, seed: int) -> None:
@@ -55,7 +58,7 @@ class DynamoLinear(Immediate):
         self, job: Job, servers: Sequence[Server], matched: Mapping[Holder, int], now: float
     ) -> Placement:
         self._active.keep(servers)
-        costs = [self._cost(job, server, matched.get(server.holder, 0)) for server in servers]
+        costs = [self._cost(job, server, server.reuse(matched)) for server in servers]
         return Placement(least(servers, costs, self._random), "cost")
 
     def sent(self, job: Job, server: Server, now: float) -> None:
@@ -65,8 +68,10 @@ class DynamoLinear(Immediate):
         if active := self._active.known(server):
             active.remove(job.id)
 
-    def _cost(self, job: Job, server: Server, overlap: int) -> float:
+    def _cost(self, job: Job, server: Server, reuse: Reuse) -> float:
         keys, blocks = job.keys[server.block_size], self._active.of(server).blocks
         prefill = (server.outstanding.ours + job.tokens) / server.block_size
         decode = len(blocks) + len(keys) - leading(keys, blocks)
-        return PREFILL_LOAD_SCALE * max(prefill - OVERLAP_SCORE_CREDIT * overlap, 0.0) + decode
+        credit = OVERLAP_SCORE_CREDIT * reuse.gpu
+        credit += HOST_CACHE_HIT_WEIGHT * reuse.cpu + DISK_CACHE_HIT_WEIGHT * reuse.disk
+        return PREFILL_LOAD_SCALE * max(prefill - credit, 0.0) + decode

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
+from operator import attrgetter
 
 from xxhash import xxh3_64_intdigest
 
@@ -15,6 +16,7 @@ from router.schedule.server import Server
 LITTLE = 0.25  # of a prompt: a shorter match than this is no reason to follow it
 TOLERANCE = 0.2  # of a cost, and of a prompt's price: what it may cost more to meet others, at most
 HEAVIEST = 1 << 64  # no digest is so large
+_TIER = attrgetter("tier")
 CROWD = 20.0  # steps that a request makes longer for each one that runs beside it
 
 
@@ -36,16 +38,16 @@ class Hotbranch:
         one, unless it is clearly dear. They go by the first block that nobody has: a family of
         prompts meets before any report is there, families spread.
         """
-        depths = [matched.get(server.holder, 0) * server.block_size for server in servers]
+        depths, reach = _depths(servers, matched)
         self.pace.look(servers, now)
-        at, reason = self._choose(job, servers, depths)
+        at, reason = self._choose(job, servers, depths, reach)
         server = servers[at]
         uncached = job.tokens - depths[at]
-        self.pace.placed(uncached * server.prefill_s_per_token, max(depths) / job.tokens, now)
+        self.pace.placed(uncached * server.prefill_s_per_token, max(reach) / job.tokens, now)
         return Placement(server, reason)
 
     def _choose(
-        self, job: Job, servers: Sequence[Server], depths: Sequence[int]
+        self, job: Job, servers: Sequence[Server], depths: Sequence[int], reach: Sequence[int]
     ) -> tuple[int, str]:
         if len(servers) == 1:
             return 0, "only"
@@ -54,23 +56,24 @@ class Hotbranch:
             server.cost_s(job.tokens - depth) + crowd * server.requests
             for server, depth in zip(servers, depths, strict=True)
         ]
-        longest = max(depths)
+        shared, least = max(reach), min(reach)
         cheapest = min(self._some(job, servers, range(len(servers))), key=costs.__getitem__)
-        if longest - min(depths) < LITTLE * job.tokens:
+        if shared - least < LITTLE * job.tokens:
             # What little is matched shall not draw all new branches to the server that has it.
             even = [
-                cost + (depth - min(depths)) * server.prefill_s_per_token
-                for cost, depth, server in zip(costs, depths, servers, strict=True)
+                cost + (depth - least) * server.prefill_s_per_token
+                for cost, depth, server in zip(costs, reach, servers, strict=True)
             ]
             # One of many routers sees too little to tell that work is cheap.
             dear = price / DEAREST if self.pace.alone else 1.0
             extra = TOLERANCE * min(1.0, self.pace.found / RECURRING) * dear
             slack = extra * price * job.tokens * servers[cheapest].prefill_s_per_token
-            home, second = _rendezvous(job, servers, longest)
+            home, second = _rendezvous(job, servers, shared)
             if even[home] > (1 + extra) * even[second] + slack:
                 home = second
             if even[home] <= (1 + extra) * even[cheapest] + slack:
                 return home, "rendezvous"
+        longest = max(depths)
         holders = [i for i, depth in enumerate(depths) if depth == longest]
         hottest = min(self._some(job, servers, holders), key=costs.__getitem__)
         saved_s = (longest - depths[cheapest]) * servers[hottest].prefill_s_per_token
@@ -91,6 +94,19 @@ class Hotbranch:
 
     def ended(self, job: Job, server: Server, now: float) -> None:
         pass
+
+
+def _depths(
+    servers: Sequence[Server], matched: Mapping[Holder, int]
+) -> tuple[list[int], list[int]]:
+    """By server, tokens that its match is worth, and tokens of it. Without lower tiers, as in most
+    fleets, they are the same."""
+    if not any(map(_TIER, matched)):
+        depths = [matched.get(server.holder, 0) * server.block_size for server in servers]
+        return depths, depths
+    found = [(server.reuse(matched), server.block_size) for server in servers]
+    depths = [reuse.worth * size for reuse, size in found]
+    return depths, [reuse.blocks * size for reuse, size in found]
 
 
 def _rendezvous(job: Job, servers: Sequence[Server], shared: int) -> tuple[int, int]:
