@@ -2,7 +2,6 @@
 
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -47,7 +46,6 @@ class Process:
     ) -> None:
         pinned = ["taskset", "--cpu-list", str(cpu)] if cpu is not None else []
         self.lines: list[str] = []
-        self._fresh: queue.Queue[str] = queue.Queue()
         self.process = subprocess.Popen(
             [*pinned, sys.executable, "-m", module, *command],
             stdout=subprocess.PIPE,
@@ -63,15 +61,13 @@ class Process:
         return self.process.pid
 
     def says(self, words: str, timeout_s: float = START_S) -> str:
-        """Wait for a line with these words."""
+        """Wait for a line with these words, unless there was one."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                line = self._fresh.get(timeout=max(0.01, deadline - time.monotonic()))
-            except queue.Empty:
-                raise AssertionError(f"no {words!r} in {''.join(self.lines[-30:])}") from None
-            if words in line:
-                return line
+        while (line := next((line for line in self.lines if words in line), None)) is None:
+            ended = self.process.poll() is not None
+            assert not ended and time.monotonic() < deadline, "".join(self.lines[-30:])
+            time.sleep(0.05)
+        return line
 
     def wait(self, timeout_s: float) -> int:
         return self.process.wait(timeout_s)
@@ -89,8 +85,6 @@ class Process:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
-            self._fresh.put(line)
-        self._fresh.put(f"ended {self.process.wait()}")
 
 
 def with_group(pid: int, number: int) -> None:

@@ -206,6 +206,7 @@ async def test_the_openai_client_gets_structures_and_calls(replica: Replica) -> 
         "type": "function",
         "function": {
             "name": "level",
+            "strict": True,  # else vLLM holds the arguments to no schema
             "parameters": {
                 "type": "object",
                 "properties": {"lock": {"type": "integer", "minimum": 0, "maximum": 9}},
