@@ -88,7 +88,6 @@ class Translator:
         self._tiers = {tier: Copies() for tier in Tier}
         self._names: dict[Id, Name] = {}
         self._parents: dict[Id, int | None] = {}
-        self._gone: list[Id] = []  # of which a group may have lost its last copy
 
     def reset(self) -> None:
         """Hold nothing from now on, ahead of a reset that we are about to ask the engine for.
@@ -123,7 +122,7 @@ class Translator:
                     self._hidden = max(self._hidden - 1, 0)
                 case _:
                     self.ignored["unknown_event"] += 1
-        self._forget_gone()
+        self._forget_gone(batch)
         return Changes(False, [], []) if self._hidden else changes
 
     def snapshot(self) -> list[StoredRun]:
@@ -179,7 +178,6 @@ class Translator:
             if fall is None:
                 self.ignored["unknown_block"] += 1
                 continue
-            self._gone.append(block)
             _evict(changes.evicted, self._names[block], fall, tier)
 
     def _tier_of(self, event: Stored) -> Tier | None:
@@ -258,12 +256,13 @@ class Translator:
         self._names.clear()
         self._parents.clear()
 
-    def _forget_gone(self) -> None:
+    def _forget_gone(self, batch: Batch) -> None:
         """Only after a batch: an offloading tier may store what the GPU has just dropped."""
-        for block in self._gone:
-            if block in self._names and not any(block in held for held in self._tiers.values()):
-                del self._names[block], self._parents[block]
-        self._gone.clear()
+        for event in batch.events:
+            for block in event.hashes if isinstance(event, Removed) else ():
+                if not any(block in held for held in self._tiers.values()):
+                    self._names.pop(block, None)
+                    self._parents.pop(block, None)
 
 
 def _evict(runs: list[EvictedRun], name: Name, copies: int, tier: Tier) -> None:
