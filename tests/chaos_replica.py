@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hotbranch.keys import block_keys, root
 from hotbranch.v1.cache_pb2 import (
@@ -49,6 +49,15 @@ def keys(path: Path) -> list[int]:
     return [KEYS[prefix] for prefix in prefixes(path)]
 
 
+def closed(blocks: Iterable[Path]) -> set[Path]:
+    """Those of the blocks that are there with all before them."""
+    found: set[Path] = set()
+    for path in sorted(blocks):
+        if len(path) == 2 or path[:-1] in found:
+            found.add(path)
+    return found
+
+
 class Replica:
     """Holds a bag of blocks for each rank. `history` is what it held at each of its numbers."""
 
@@ -82,11 +91,7 @@ class Replica:
 
     def matchable(self, rank: int) -> set[Path]:
         """The blocks that a rank has with all before them."""
-        found: set[Path] = set()
-        for path in sorted(self._held[rank]):
-            if len(path) == 2 or path[:-1] in found:
-                found.add(path)
-        return found
+        return closed(self._held[rank])
 
     def step(self) -> None:
         """Something changes: all is cleared, runs are stored, blocks are evicted; or nothing."""
@@ -170,7 +175,7 @@ class Replica:
         delta.evicted.append(Evicted(keys=[KEYS[path] for path in gone], rank=rank))
 
     def _elsewhere(self, rank: int) -> Run:
-        """Blocks on another tier or of other layers, which are no business of the view."""
+        """Blocks on another tier, or of other layers, which are no business of the view."""
         path = self._rng.choice(LEAVES)
         run = self._run(rank, path[:1])
         run.keys.extend(keys(path))

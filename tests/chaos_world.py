@@ -16,10 +16,10 @@ from math import inf
 from typing import Any
 
 import grpc
-from chaos_replica import LEAVES, LONGEST, Held, Path, Replica, keys, prefixes
+from chaos_replica import KEYS, LEAVES, LONGEST, Held, Path, Replica, closed, keys, prefixes
 
 from hotbranch.v1 import replica_pb2_grpc as rpc
-from hotbranch.v1.cache_pb2 import CacheUpdate, Load, WatchRequest
+from hotbranch.v1.cache_pb2 import TIER_CPU, TIER_DISK, CacheUpdate, Load, WatchRequest
 from router.fleet.holder import Holder
 from router.fleet.watch import watch_cache
 from router.index.index import Index
@@ -300,7 +300,8 @@ class World:
         for index in self.indexes:
             index.expire(inf)
             assert index.predicted_blocks == 0
-            assert index.blocks == len(set().union(*matchable.values()))
+            lower = [_below(index, holder) for holder in held]
+            assert index.blocks == len(set().union(*matchable.values(), *lower))
             for holder, blocks in held.items():
                 assert index.held(holder) == blocks
                 assert index.held_count(holder) == len(blocks)
@@ -308,6 +309,16 @@ class World:
                 match = index.match(keys(path))
                 for holder, found in matchable.items():
                     assert match.depth(holder) == len(found.intersection(prefixes(path)))
+
+
+def _below(index: Index, holder: Holder) -> set[Path]:
+    """What can be matched of a rank's lower tiers, each with all that is above it."""
+    found: set[Path] = set()
+    for tier in (TIER_CPU, TIER_DISK):
+        if blocks := index.held(holder._replace(tier=tier)):
+            assert blocks >= index.held(holder)
+            found |= closed(path for path, key in KEYS.items() if key in blocks)
+    return found
 
 
 class Site:
