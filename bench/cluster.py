@@ -13,11 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-import grpc
-
-from hotbranch.v1.cache_pb2 import WatchRequest
-from hotbranch.v1.replica_pb2_grpc import ReplicaStub
-
 START_S = 150.0
 STOP_S = 60.0
 
@@ -60,19 +55,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-async def held_by(address: str) -> set[int]:
-    """The block keys in a replica's own tree, by a snapshot taken now."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        keys: set[int] = set()
-        async for update in ReplicaStub(channel).WatchCache(WatchRequest()):
-            if update.HasField("snapshot"):
-                for run in update.snapshot.runs:
-                    keys.update(run.keys)
-                if update.snapshot.last:
-                    break
-        return keys
 
 
 def _echo(stream: IO[str]) -> "queue.Queue[str]":

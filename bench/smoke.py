@@ -24,7 +24,8 @@ import openai
 import yaml
 from openai.types.chat import ChatCompletionMessageParam
 
-from bench.cluster import Cluster, cluster, held_by
+from bench.cluster import Cluster, cluster
+from deploy.doctor.replica import held
 
 TENANTS = ("alpha", "beta")
 FAMILIES = 3
@@ -186,7 +187,7 @@ class Smoke:
         for replica in replicas:
             path = f"/admin/index/{replica['replica_id']}"
             index = (await self.http.get(path)).raise_for_status().json()["keys"]
-            truth = await held_by(replica["address"])
+            truth = await asyncio.to_thread(held, replica["address"]) or set()
             print(
                 f"{replica['replica_id']}: index {len(index)} blocks, tree {len(truth)}",
                 flush=True,

@@ -25,7 +25,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.peers.gateways import COMMANDS, ROOT, Upstream, free_port, gateway, process
+from bench.cluster import free_port
+from bench.peers.gateways import COMMANDS, ROOT, Upstream, gateway, process
 from hotbranch.embedded import resolve_model
 from hotbranch.settings import Common
 

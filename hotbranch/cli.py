@@ -17,6 +17,7 @@ from hotbranch.load_settings import FIELDS, SettingsError, flag, load_settings, 
 from hotbranch.settings import (
     Common,
     DoctorSettings,
+    Logged,
     ReplicaSettings,
     RouterSettings,
     SimulateSettings,
@@ -33,7 +34,7 @@ class Command:
     """
 
     summary: str
-    settings: type[Common]
+    settings: type[Logged]
     entry: str | None
     bare: str = ""
     prepares: bool = True
@@ -113,10 +114,11 @@ def _unexpected(argument: str, command: Command | None) -> str:
     return f"unknown flag {given}{suggestion(given, [flag(name) for name in own])}"
 
 
-def _run(program: str, command: Command, settings: Common) -> int:
+def _run(program: str, command: Command, settings: Logged) -> int:
     """Make the model ready where it is needed, with its progress shown, then run the command."""
     if command.entry and not command.prepares:
         return int(importlib.import_module(command.entry).run(settings))
+    assert isinstance(settings, Common), "what is prepared is its model"
     from hotbranch import embedded, progress  # only now: --help need not wait for numpy
 
     try:

@@ -76,9 +76,6 @@ def _metavar(field: FieldInfo) -> str:
 
 
 def _help(name: str, field: FieldInfo) -> str:
-    default = (
-        ""
-        if field.default in ("", None, [], {}) or field.default is False
-        else f"{field.default}, "
-    )
+    plain = field.default is False or field.default in ("", None, [], {})
+    default = "" if plain else f"{field.default}, "
     return f"{field.description} [{default}{variable(name)}]".replace("%", "%%")

@@ -16,8 +16,9 @@ from pydantic import (
     Field,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
+
+from hotbranch.upstream import Upstream, from_text
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Positive = Annotated[int, Field(ge=1)]
@@ -61,67 +62,19 @@ class Tenant(BaseModel):
     weight: Annotated[float, Field(gt=0)] = 1.0  # its share of what busy replicas compute
 
 
-def _server_url(url: str) -> str:
-    if not re.fullmatch(r"https?://[^/@?#\s]+(/[^?#\s]*)?", url):
-        raise ValueError("should be http://HOST:PORT")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-def _zmq_endpoint(endpoint: str) -> str:
-    if not re.fullmatch(r"tcp://[^/\s]+:\d{1,5}|ipc://\S+", endpoint):
-        raise ValueError("should be tcp://HOST:PORT or ipc://PATH")
-    return endpoint
-
-
-Endpoint = Annotated[str, AfterValidator(_zmq_endpoint)]
-
-
-class Upstream(BaseModel):
-    """A plain OpenAI-compatible server, written `URL[,option=value]...`.
-
-    `kv_events` and `replay` are the ZMQ endpoints of rank 0; those of rank r are r ports further.
-    0 blocks, or blocks of 0 tokens, are what the server says, or an assumption.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    url: Annotated[str, AfterValidator(_server_url)]
-    kv_events: Endpoint | None = None
-    replay: Endpoint | None = None
-    topic: str = ""
-    block_size: int = Field(0, ge=0)
-    blocks: int = Field(0, ge=0)
-    ranks: int = Field(1, ge=1, le=1024)
-    api_key_env: str = ""
-
-    @model_validator(mode="after")
-    def _whole(self) -> "Upstream":
-        if not self.kv_events and (self.replay or self.topic):
-            raise ValueError("replay and topic go with kv_events")
-        if self.ranks > 1 and (self.kv_events or "").startswith("ipc:"):
-            raise ValueError("the kv_events of several ranks need tcp://HOST:PORT")
-        return self
-
-
-def _upstream(value: object) -> object:
-    """`http://a:8000,block_size=16` as the fields of an Upstream."""
-    if not isinstance(value, str):
-        return value
-    url, *options = value.split(",")
-    fields = {"url": url}
-    for option in options:
-        name, equals, given = option.partition("=")
-        if not equals or name not in Upstream.model_fields or name == "url":
-            known = ", ".join(name for name in Upstream.model_fields if name != "url")
-            raise ValueError(f"{option!r} is no option of a server: {known}")
-        fields[name] = given
-    return fields
-
-
-class Common(BaseModel):
+class Logged(BaseModel):
     """Settings of every process."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="log lines as JSON or text; auto: text on a terminal"
+    )
+
+
+class Common(Logged):
+    """Settings of every process that knows the model."""
 
     model: str = Field("smollm2", description="model directory (HF layout), or smollm2")
     served_name: str = Field("", description="model name on the API; default: the directory's name")
@@ -129,10 +82,6 @@ class Common(BaseModel):
         Path("~/.cache/hotbranch"), description="where the converted embedded model is kept"
     )
     starvation_s: Seconds = Field(60.0, description="a request older than this goes first")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
-    log_format: Literal["auto", "json", "text"] = Field(
-        "auto", description="log lines as JSON or text; auto: text on a terminal"
-    )
 
 
 class EngineSettings(Common):
@@ -235,7 +184,7 @@ class RouterSettings(GatewaySettings):
         description="a replica; repeat for more",
         json_schema_extra={"metavar": "HOST:PORT"},
     )
-    upstream: list[Annotated[Upstream, BeforeValidator(_upstream)]] = Field(
+    upstream: list[Annotated[Upstream, BeforeValidator(from_text)]] = Field(
         [],
         description="a plain OpenAI-compatible server, in place of replicas; repeat for more; "
         "options: kv_events=tcp://HOST:PORT, replay=tcp://HOST:PORT, topic=TEXT, block_size=N, "
@@ -326,7 +275,7 @@ class RayLlmSettings(BaseModel):
     )
 
 
-class DoctorSettings(Common):
+class DoctorSettings(Logged):
     """Settings of an examination."""
 
     url: str = Field(

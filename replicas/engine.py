@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 from typing import Protocol
 
+from hotbranch.tier import Tier
+
 
 class Finish(IntEnum):
     """Why a request ended; the values of the contract's FinishReason."""
@@ -127,14 +129,6 @@ class Output:
     refused: bool = False
     reasoning: str = ""
     tool_calls: Sequence[ToolCall] = ()
-
-
-class Tier(IntEnum):
-    """Where a block lies; the values of the contract's Tier."""
-
-    GPU = 0
-    CPU = 1
-    DISK = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from hotbranch.embedded import ModelError, resolve_model
 from hotbranch.keys import key_check
 from hotbranch.log import event
 from hotbranch.settings import GatewaySettings, RouterSettings
-from hotbranch.settings import Upstream as UpstreamSettings
+from hotbranch.upstream import Upstream as UpstreamSettings
 from router.api.app import App
 from router.api.http import Running, serve
 from router.fleet.discovery import Discovery, StaticDiscovery

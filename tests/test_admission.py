@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotbranch.keys import block_keys, root
-from replicas.engine import EvictedRun, Namespace, Request, Sampling, StoredRun, Tier
+from hotbranch.tier import Tier
+from replicas.engine import EvictedRun, Namespace, Request, Sampling, StoredRun
 from replicas.vllm.admission import AHEAD, OVERDUE, Admission, Room
 from replicas.vllm.mirror import Mirror
 from replicas.vllm.pins import SHARE, Pins

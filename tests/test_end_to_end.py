@@ -17,8 +17,9 @@ import httpx
 import openai
 import pytest
 
-from bench.cluster import free_port, held_by
+from bench.cluster import free_port
 from bench.smoke import chat, family
+from deploy.doctor.replica import held
 
 PATIENCE_S = 90.0
 SYSTEM = family("lighthouse keepers")
@@ -297,7 +298,7 @@ async def test_metrics_agree_with_the_replicas_and_the_index_with_their_trees(fl
     assert delivered > 900
     assert fleet.metric("hotbranch_cached_tokens_total", tenant="default") <= delivered
     for name, process in fleet.replicas.items():
-        truth = await held_by(f"127.0.0.1:{process.port}")
+        truth = await asyncio.to_thread(held, f"127.0.0.1:{process.port}")
         keys = httpx.get(f"{fleet.url}/admin/index/{name}").json()["keys"]
         assert {int(key, 16) for key in keys} == truth
 

@@ -77,6 +77,18 @@ def test_events_from_before_a_reset_count_no_more(rank: Rank) -> None:
     assert changes.stored == rank.snapshot() == [StoredRun(None, KEYS, rank=3)]
 
 
+def test_a_reset_that_vllm_refuses_is_taken_back(rank: Rank) -> None:
+    rank.received(Batch(None, [stored(7, 8)]))
+    rank.reset()
+    rank.drain()
+    rank.reset_refused()
+    assert rank.drain().wiped, "what is held is told anew"
+    assert rank.snapshot() == [StoredRun(None, KEYS, rank=3)]
+    assert rank.mirror.resident(Namespace("m"), IDS, 8) == 2 * BLOCK
+    rank.received(Batch(None, [removed(8)]))
+    assert rank.drain().evicted == [EvictedRun(KEYS[1:], rank=3)]
+
+
 def test_a_reset_drops_pins(rank: Rank) -> None:
     rank.received(Batch(None, [stored(7, 8)]))
     assert rank.pins.pin(Namespace("m"), IDS, 60.0, now=0.0) == 2

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from bench.cluster import free_port
 
 ROOT = Path(__file__).parents[2]
 GATEWAYS = ROOT / ".venv-gateways/bin"
@@ -120,9 +121,3 @@ def _wait(url: str, body: bytes, running: "subprocess.Popen[bytes]", name: str) 
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{name} does not answer within {START_S:.0f} s")
             time.sleep(0.3)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

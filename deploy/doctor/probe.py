@@ -33,7 +33,7 @@ def probe(
     client: Client, model: str, fleet: Fleet, found: Mapping[str, Description]
 ) -> Iterator[Finding]:
     """A prompt that nobody has seen, twice, and once more under another salt."""
-    size = replicas.blocks([here for here in found.values() if here.model == model])
+    size = replicas.largest_block([here for here in found.values() if here.model == model])
     body = _body(model, size)
     tokens = client.post("/tokenize", {"model": model, "messages": body["messages"]})
     if tokens.status != 200:

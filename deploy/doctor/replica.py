@@ -81,6 +81,6 @@ def held(address: str) -> set[int] | None:
     return None
 
 
-def blocks(found: Sequence[Description]) -> int:
-    """The largest block size."""
+def largest_block(found: Sequence[Description]) -> int:
+    """In tokens; a common one where no replica tells."""
     return max((here.block_size for here in found), default=16)

@@ -19,22 +19,14 @@ and their salted blocks look like unsalted ones. And where a request asks vLLM f
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import IntEnum
 
 from hotbranch.keys import TOKEN_BYTES, block_keys, root
 from hotbranch.kv_events.chains import chains
 from hotbranch.kv_events.copies import Copies
 from hotbranch.kv_events.decode import Batch, Cleared, Id, Removed, Stored
+from hotbranch.tier import Tier
 
 ATTENTION = {"full_attention", "mla_attention", "sink_full_attention"}
-
-
-class Tier(IntEnum):
-    """Numbered as in the contract."""
-
-    GPU = 0
-    CPU = 1
-    DISK = 2
 
 
 @dataclass(frozen=True, slots=True)

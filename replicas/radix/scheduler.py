@@ -124,7 +124,8 @@ class Scheduler:
         # Prefill moves by a token at least, however many sequences decode.
         budget = max(1, self.limits.chunk_tokens - len(chunks))
         begun = self._prefills(now)
-        self._waiting.refresh(self._has_room())
+        running = sum(len(work.sequence.tokens) for work in self._running)
+        self._waiting.refresh(running, self.limits.blocks * self.limits.block_size)
         urgent = False
         while budget and (work := self._next(begun, urgent, now)) is not None:
             if self._yields(work, now):
@@ -178,11 +179,6 @@ class Scheduler:
         """Evict every block that no request holds, pinned or not."""
         self.pool.free(self.tree.flush(now))
 
-    def _has_room(self) -> bool:
-        """Whether all that runs and waits fits at once, with as much again for what it becomes."""
-        tokens = sum(len(work.sequence.tokens) for work in self._running) + self._waiting.length
-        return 2 * tokens <= self.limits.blocks * self.limits.block_size
-
     def _prefills(self, now: float) -> list[Work]:
         """Running requests whose prefill is not complete, the one that goes on first last.
 
@@ -191,7 +187,10 @@ class Scheduler:
         """
         works = [work for work in reversed(self._running) if work.remaining > 1]
         works.sort(
-            key=lambda work: (not self._overdue(work, now), self._urgency(work, work.remaining)),
+            key=lambda work: (
+                not self._waiting.overdue(work, now),
+                self._urgency(work, work.remaining),
+            ),
             reverse=True,
         )
         return works
@@ -224,7 +223,7 @@ class Scheduler:
             return None
         if begun is None:
             return self._waiting.next(now, self._running)
-        if self._overdue(begun, now) or not len(self._waiting):
+        if self._waiting.overdue(begun, now) or not len(self._waiting):
             return None
         priority = begun.sequence.request.priority
         if self.limits.policy != "least_uncached" and self._waiting.most_urgent >= priority:
@@ -237,10 +236,7 @@ class Scheduler:
         return work if less else None
 
     def _yields(self, work: Work, now: float) -> bool:
-        return work.yields and not self._overdue(work, now)
-
-    def _overdue(self, work: Work, now: float) -> bool:
-        return now - work.sequence.arrival > self.limits.starvation_s
+        return work.yields and not self._waiting.overdue(work, now)
 
     def _has_slot(self, work: Work, now: float) -> bool:
         """Find a decoding sequence a slot for one token: take, evict, preempt, or end it."""

@@ -135,8 +135,17 @@ class WaitingQueue:
         """The lowest priority of at least one that waits."""
         return min(self._priorities)
 
-    def refresh(self, room: bool) -> None:
-        """Before a step: let the deferred compete again, and match a few others, each in turn."""
+    def overdue(self, work: Work, now: float) -> bool:
+        """Whether it has waited, or run, for longer than anybody should wait."""
+        return now - work.sequence.arrival > self._starvation_s
+
+    def refresh(self, running: int, pool: int) -> None:
+        """Before a step: let the deferred compete again, and match a few others, each in turn.
+
+        `running` are the tokens of what runs, of a `pool` of so many: there is room while all that
+        runs and waits fits at once, with as much again for what it becomes.
+        """
+        room = 2 * (running + self.length) <= pool
         if self._policy in SAVING and room != self._room:
             self._room = room
             self._reorder()
@@ -155,7 +164,7 @@ class WaitingQueue:
     def next(self, now: float, running: Iterable[Work]) -> Work | None:
         """Whose turn it is; None when nobody waits but for another's prefix."""
         oldest = next(iter(self._works.values()), None)
-        overdue = oldest and now - oldest.sequence.arrival > self._starvation_s
+        overdue = oldest and self.overdue(oldest, now)
         while self._heap:
             work = self._heap[0][-1]
             if work.entry is not self._heap[0]:

@@ -49,7 +49,6 @@ class Admission:
     def __init__(self, mirror: Mirror, room: Room, policy: Policy, starvation_s: float) -> None:
         self._mirror = mirror
         self._room = room
-        self._starvation_s = starvation_s
         self._queue = WaitingQueue(mirror, policy, starvation_s)
         self._waiting: dict[int, Work] = {}
         self._admitted: dict[int, Admitted] = {}
@@ -92,14 +91,15 @@ class Admission:
         ahead = self.ahead
         if ahead >= AHEAD * self._room.chunk_tokens:
             return None
-        self._queue.refresh(self._roomy())
+        running = sum(len(one.work.sequence.tokens) for one in self._admitted.values())
+        self._queue.refresh(running, self._room.blocks * self._mirror.block_size)
         work = self._queue.next(now, [admitted.work for admitted in self._admitted.values()])
         if work is None or not self._fits(work, ahead, used_blocks, now):
             return None
         self._queue.remove(work)
         id = work.sequence.request.id
         del self._waiting[id]
-        priority = OVERDUE if self._overdue(work, now) else work.sequence.request.priority
+        priority = OVERDUE if self._queue.overdue(work, now) else work.sequence.request.priority
         uncached = len(work.sequence.tokens) - work.matched
         admitted = self._admitted[id] = Admitted(work, priority, uncached)
         return admitted
@@ -137,21 +137,12 @@ class Admission:
             self.context_tokens -= admitted.work.sequence.computed
         return admitted is not None
 
-    def _overdue(self, work: Work, now: float) -> bool:
-        return now - work.sequence.arrival > self._starvation_s
-
-    def _roomy(self) -> bool:
-        """Whether all that runs and waits fits at once, with as much again for what it becomes."""
-        running = sum(len(a.work.sequence.tokens) for a in self._admitted.values())
-        tokens = running + self._queue.length
-        return 2 * tokens <= self._room.blocks * self._mirror.block_size
-
     def _fits(self, work: Work, ahead: int, used_blocks: int, now: float) -> bool:
         """Whether vLLM can begin it at once. What it could not begin would wait there, where others
         can no longer go first. Who yields goes in only while nobody else waits for prefill."""
         if not self._admitted:
             return True
-        if work.yields and ahead and not self._overdue(work, now):
+        if work.yields and ahead and not self._queue.overdue(work, now):
             return False
         coming = sum(self._blocks(admitted.ahead) for admitted in self._admitted.values())
         free = self._room.blocks - used_blocks - coming - len(self._admitted)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ FIXED: Mapping[str, str] = {
     "enable_prefix_caching": "what is cached is what the router routes by",
     "kv_events_config": "the replica reports what is cached, and listens itself",
     "scheduling_policy": "the replica hands over requests by priority",
+    "enable_log_requests": "prompts are never logged",
     "disable_log_stats": "load reports are made of them",
     "enable_logging_iteration_details": "load reports are made of them",
     "skip_tokenizer_init": "stop strings need text",
@@ -45,7 +45,6 @@ OTHERS: Mapping[str, str] = {
     "threads": "",
     "device": "",
 }
-PARSERS = ("tool_call_parser", "reasoning_parser")
 KNOWN = frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
 
 
@@ -121,12 +120,7 @@ def _value(value: Any) -> Any:
 
 
 def _adapters(value: Any) -> Mapping[str, str]:
-    """{name: directory}, or JSON of it."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            value = None
+    """{name: directory}."""
     if not isinstance(value, dict) or not all(isinstance(path, str) for path in value.values()):
         raise ValueError("--engine-args adapters: should be a map of names to directories")
     for name, path in value.items():

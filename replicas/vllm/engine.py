@@ -36,6 +36,7 @@ from replicas.engine import (
     Step,
     StoredRun,
 )
+from replicas.radix.waiting import Policy
 from replicas.vllm.admission import OVERDUE, Admitted, Room
 from replicas.vllm.parsing import Parsers, Parsing
 from replicas.vllm.pins import Pin
@@ -59,19 +60,11 @@ class _Stream:
     task: asyncio.Task[None] | None = None
 
 
-@dataclass(slots=True)
-class Source:
-    """Where a rank publishes its cache events."""
-
-    events: str
-    replay: str | None
-
-
 @dataclass(frozen=True, slots=True)
 class Order:
     """Who goes next of those that wait."""
 
-    policy: Any
+    policy: Policy
     starvation_s: float
 
 
@@ -118,7 +111,8 @@ class VllmEngine:
         try:
             opening.result()
         except BaseException:
-            self._end()
+            self._post(self._loop.stop)
+            self._thread.join()
             raise
 
     # From any thread
@@ -128,12 +122,9 @@ class VllmEngine:
 
     def stop(self) -> None:
         """Returns when the thread has ended."""
-        self._end()
-        self._closed()
-
-    def _end(self) -> None:
         self._post(self._end_all)
         self._thread.join()
+        self._closed()
 
     def submit(self, request: Request) -> None:
         self._post(self._submit, request)
@@ -189,7 +180,11 @@ class VllmEngine:
         parsers: Callable[[AsyncLLM], Parsers | None],
     ) -> None:
         self._llm = llm = open(self._stepped)
-        self._parsers = parsers(llm)
+        try:
+            self._parsers = parsers(llm)
+        except BaseException:
+            llm.shutdown(STOP_S)
+            raise
         config = llm.vllm_config
         cache, ranks = config.cache_config, config.parallel_config.data_parallel_size
         blocks = (cache.num_gpu_blocks or 1) - 1  # vLLM keeps one empty
@@ -215,9 +210,9 @@ class VllmEngine:
             self._ranks.append(rank)
         self._load = total([rank.load() for rank in self._ranks])
         for number, source in llm.get_kv_event_sources().items():
-            self._listen(self._ranks[number], Source(source.endpoint, source.replay_endpoint))
+            self._listen(self._ranks[number], source.endpoint, source.replay_endpoint)
 
-    def _listen(self, rank: Rank, source: Source) -> None:
+    def _listen(self, rank: Rank, endpoint: str, replay: str | None) -> None:
         def received(batch: Batch) -> None:
             rank.received(batch)
             self._schedule()
@@ -226,7 +221,7 @@ class VllmEngine:
             logger.warning("cache events of rank %d were lost (%s)", rank.number, reason)
             self._spawn(self._flush())
 
-        subscription = Subscription(source.events, source.replay, "", received, lost)
+        subscription = Subscription(endpoint, replay, "", received, lost)
         self._spawn(subscription.run())
 
     def _spawn(self, work: "Coroutine[Any, Any, None]") -> "asyncio.Task[None]":
@@ -268,7 +263,7 @@ class VllmEngine:
         request, rank = stream.request, stream.rank
         try:
             outputs = self._llm.generate(
-                self._prompt(request.prompt, request.namespace),
+                _prompt(request.prompt, request.namespace),
                 stream.params,
                 str(request.id),
                 lora_request=self._adapters.get(request.namespace.adapter),
@@ -287,10 +282,6 @@ class VllmEngine:
             self._give_up(request.id, Finish.ERROR, f"vLLM failed: {type(error).__name__}")
         finally:
             self._release(stream)
-
-    def _prompt(self, prompt: bytes, namespace: Namespace) -> Any:
-        ids = array("I", prompt).tolist()
-        return tokens_input(ids, cache_salt=namespace.salt or None)
 
     def _advance(self, stream: _Stream, output: RequestOutput) -> None:
         """Say what a step did to one request."""
@@ -358,7 +349,7 @@ class VllmEngine:
         prompt = pin.tokens + pin.tokens[:4]
         try:
             outputs = self._llm.generate(
-                self._prompt(prompt, pin.namespace),
+                _prompt(prompt, pin.namespace),
                 SamplingParams(max_tokens=1, temperature=0, detokenize=False),
                 f"pin-{id(pin)}-{pin.seen}",
                 lora_request=self._adapters.get(pin.namespace.adapter),
@@ -387,8 +378,6 @@ class VllmEngine:
             self._loop.call_soon(self._publish)
 
     def _publish(self) -> None:
-        if not self._ranks:
-            return  # it is not open yet, or could not be opened
         pending, self._pending = self._pending, _Pending()
         changes = [rank.drain() for rank in self._ranks]
         self._load = total([rank.load() for rank in self._ranks])
@@ -424,20 +413,26 @@ class VllmEngine:
     async def _flush(self) -> None:
         """Empty vLLM's cache. What runs is computed anew from its tokens: vLLM resets all or
         nothing."""
-        self._reset()
-        await self._llm.reset_prefix_cache(reset_running_requests=True)
+        await self._emptied(self._llm.reset_prefix_cache(reset_running_requests=True))
 
     async def _sleep(self, level: int) -> None:
-        self._reset()
-        await self._llm.sleep(level)
+        await self._emptied(self._llm.sleep(level))
 
     async def _wake(self) -> None:
         await self._llm.wake_up()
 
-    def _reset(self) -> None:
+    async def _emptied(self, demand: Coroutine[Any, Any, Any]) -> None:
+        """Tell at once that nothing is cached, and take that back where vLLM refuses the demand."""
         for rank in self._ranks:
             rank.reset()
         self._publish()
+        try:
+            await demand
+        except BaseException:
+            for rank in self._ranks:
+                rank.reset_refused()
+            self._publish()
+            raise
 
     def _end_all(self) -> None:
         self._stopping = True
@@ -451,6 +446,9 @@ class VllmEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if hasattr(self, "_llm"):
-            self._llm.shutdown(STOP_S)
+        self._llm.shutdown(STOP_S)
         self._loop.stop()
+
+
+def _prompt(prompt: bytes, namespace: Namespace) -> Any:
+    return tokens_input(array("I", prompt).tolist(), cache_salt=namespace.salt or None)

@@ -6,7 +6,8 @@ from functools import lru_cache
 from itertools import count
 
 from hotbranch.keys import TOKEN_BYTES, block_keys, root
-from replicas.engine import EvictedRun, Namespace, StoredRun, Tier
+from hotbranch.tier import Tier
+from replicas.engine import EvictedRun, Namespace, StoredRun
 
 REMEMBERED = 256  # prompts whose keys are kept: about those that wait
 

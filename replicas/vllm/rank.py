@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hotbranch.kv_events.decode import Batch
 from hotbranch.kv_events.translate import Translator
-from replicas.engine import EvictedRun, Load, StoredRun, Tier
+from replicas.engine import EvictedRun, Load, StoredRun
 from replicas.radix.waiting import Policy
 from replicas.step_cost import StepCost
 from replicas.vllm.admission import Admission, Room
@@ -67,10 +67,8 @@ class Rank:
         changes = self._translator.apply(batch)
         if changes.cleared:
             self._empty()
-        stored = [
-            StoredRun(run.parent, run.keys, self.number, Tier(run.tier)) for run in changes.stored
-        ]
-        evicted = [EvictedRun(run.keys, self.number, Tier(run.tier)) for run in changes.evicted]
+        stored = [StoredRun(run.parent, run.keys, self.number, run.tier) for run in changes.stored]
+        evicted = [EvictedRun(run.keys, self.number, run.tier) for run in changes.evicted]
         self.mirror.store(stored)
         self.mirror.evict(evicted)
         self._stored += stored
@@ -81,6 +79,12 @@ class Rank:
         next step, which may be long in coming; until then its events tell of what was there."""
         self._translator.reset()
         self._empty()
+
+    def reset_refused(self) -> None:
+        """vLLM did not empty it: what it holds is told anew."""
+        self._translator.reset_refused()
+        self._wiped = True
+        self.mirror.store(self.snapshot())
 
     def stepped(self, step: Stepped) -> None:
         """A step is over."""
@@ -99,7 +103,7 @@ class Rank:
     def snapshot(self) -> list[StoredRun]:
         """All that is held, parents before children."""
         return [
-            StoredRun(run.parent, run.keys, self.number, Tier(run.tier))
+            StoredRun(run.parent, run.keys, self.number, run.tier)
             for run in self._translator.snapshot()
         ]
 

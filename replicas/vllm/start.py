@@ -56,9 +56,6 @@ def load_vllm(settings: EngineSettings, directory: Path, model: str) -> VllmEngi
             lambda llm: _parsers(given, llm),
             workspace.cleanup,
         )
-    except StartError:
-        workspace.cleanup()
-        raise
     except Exception as error:
         fault, message = _diagnosis(error, place / ERRORS)
         workspace.cleanup()

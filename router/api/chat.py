@@ -44,13 +44,19 @@ def read_logprobs(fields: Fields) -> int | None:
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    """As in vLLM, an effort is told to the template, and whether to think at all."""
-    given = fields.mapping("chat_template_kwargs")
     effort = fields.string("reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        raise invalid(f"must be one of {', '.join(EFFORTS)}", "reasoning_effort")
+    return with_effort(fields.mapping("chat_template_kwargs"), effort)
+
+
+def with_effort(given: dict[str, Any], effort: str | None) -> dict[str, Any]:
+    """What a template is told, of what is given for it and of how much to think, if that is said.
+
+    As in vLLM.
+    """
     if effort is None:
         return given
-    if effort not in EFFORTS:
-        raise invalid(f"must be one of {', '.join(EFFORTS)}", "reasoning_effort")
     return {"enable_thinking": effort != "none", **given, "reasoning_effort": effort}
 
 

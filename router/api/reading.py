@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.api.chat import with_effort
 from router.api.completions import RawPrompt, read_prompts
 from router.api.errors import ApiError
 from router.api.fields import Fields
+from router.api.tools import shown
 from router.prompt.errors import PromptError
 from router.prompt.messages import TEXT_PARTS
 from router.prompt.models import Model
@@ -111,17 +113,15 @@ def _chat(fields: Fields) -> Chat:
         raise Unread(SHAPE)
     if any(_has_media(message) for message in messages):
         raise Unread(MEDIA)
-    values = fields.mapping("chat_template_kwargs")
-    effort = fields.string("reasoning_effort")
-    if effort:
-        values = {"enable_thinking": effort != "none", **values, "reasoning_effort": effort}
     return Chat(
         messages=messages,
         tools=[_tool(tool) for tool in fields.objects("tools") or ()] or None,
         documents=fields.objects("documents"),
         add_generation_prompt=fields.flag("add_generation_prompt", True),
         continue_final_message=fields.flag("continue_final_message", False),
-        template_kwargs=values,
+        template_kwargs=with_effort(
+            fields.mapping("chat_template_kwargs"), fields.string("reasoning_effort") or None
+        ),
         add_special_tokens=fields.flag("add_special_tokens", False),
     )
 
@@ -134,14 +134,10 @@ def _has_media(message: Any) -> bool:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """With the fields that vLLM knows, in its order: templates print them."""
     function = tool.get("function")
     if not isinstance(function, dict):
         raise Unread(SHAPE)
-    known = {name: function.get(name) for name in ("name", "description", "parameters")}
-    if function.get("strict") is not None:
-        known["strict"] = function["strict"]
-    return {"type": "function", "function": known}
+    return shown(function)
 
 
 def _encoded(prompt: RawPrompt, model: Model, special: bool) -> bytes:

@@ -77,7 +77,6 @@ def _assistant(message: dict[str, Any]) -> bool:
 
 
 def _tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
-    """A tool with those fields that vLLM shows to templates, in its order."""
     function = tool.get("function")
     if tool.get("type") != "function":
         raise invalid("must be function", f"{name}.type")
@@ -90,10 +89,15 @@ def _tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
     ):
         if not isinstance(function.get(part), kind | None):
             raise invalid(f"must be {rule}", f"{name}.function.{part}")
-    shown = {part: function.get(part) for part in ("name", "description", "parameters")}
+    return shown(function)
+
+
+def shown(function: dict[str, Any]) -> dict[str, Any]:
+    """A tool of a function, with the fields that vLLM knows, in its order: templates print them."""
+    known = {part: function.get(part) for part in ("name", "description", "parameters")}
     if (strict := function.get("strict")) is not None:
-        shown["strict"] = strict
-    return {"type": "function", "function": shown}
+        known["strict"] = strict
+    return {"type": "function", "function": known}
 
 
 def _choice(value: Any, tools: list[dict[str, Any]] | None) -> str | dict[str, Any]:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from hotbranch.kv_events.translate import Changes, StoredRun
-from hotbranch.settings import Upstream as Settings
+from hotbranch.upstream import Upstream as Settings
 from hotbranch.v1.replica_pb2 import Description
 from router.fleet.holder import Holder
 from router.index.index import Index

@@ -17,8 +17,8 @@ import aiohttp
 
 from hotbranch.keys import key_check
 from hotbranch.log import event
-from hotbranch.settings import Upstream as Settings
 from hotbranch.states import NAMES
+from hotbranch.upstream import Upstream as Settings
 from hotbranch.v1.cache_pb2 import Load
 from hotbranch.v1.replica_pb2 import STATE_SERVING, Description
 from router.fleet.holder import Holder

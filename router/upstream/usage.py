@@ -37,13 +37,11 @@ class Tail:
     def usage(self) -> dict[str, Any]:
         """The last usage object; empty where there is none."""
         end = self._end(TAIL)
-        found = None
-        for found in _USAGE.finditer(end):  # noqa: B007
-            pass
-        if found is None:
+        starts = [found.end() for found in _USAGE.finditer(end)]
+        if not starts:
             return {}
         try:
-            usage, _ = _decoder.raw_decode(end[found.end() :].decode("utf-8", "replace"))
+            usage, _ = _decoder.raw_decode(end[starts[-1] :].decode("utf-8", "replace"))
         except (ValueError, RecursionError):
             return {}
         return usage if isinstance(usage, dict) else {}

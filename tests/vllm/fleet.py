@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+
+from bench.cluster import free_port
 
 START_S = 200.0
 STOP_S = 60.0
@@ -90,12 +91,6 @@ class Process:
 def with_group(pid: int, number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(pid, number)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Replica(Process):
