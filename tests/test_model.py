@@ -285,6 +285,8 @@ def test_bfloat16_stays_as_near_to_float32_as_transformers(
     assert runner.dtype == torch.bfloat16
     if torch.cpu.get_capabilities().get("avx512_bf16"):
         assert isinstance(runner._model.ops, NativeOps) == native
+    elif native:
+        pytest.skip("the kernels of this machine have no bfloat16")
     ids = random_ids(160, 8)
     free = Blocks(runner)
     one, beside = sequence(ids, free.take(160)), sequence(ids[:43], free.take(43))

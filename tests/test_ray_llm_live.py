@@ -91,10 +91,13 @@ def conversation(family: int, own: int = 0, **fields: Any) -> dict[str, Any]:
 
 
 def homes(app: App, deployment: str) -> dict[int, set[int]]:
-    """By family the processes that answered, four requests at a time."""
-    order = [(family, own) for own in range(8) for family in range(6)]
-    Random(deployment).shuffle(order)
+    """By family the processes that answered: first one after the other, then four at a time. (A
+    family that comes while its home computes others is rightly copied.)"""
     found = defaultdict(set)
+    for family in range(6):
+        found[family].add(app.chat(deployment, conversation(family)))
+    order = [(family, own) for own in range(1, 8) for family in range(6)]
+    Random(deployment).shuffle(order)
     with ThreadPoolExecutor(4) as pool:
         answers = pool.map(lambda one: app.chat(deployment, conversation(*one)), order)
         for (family, _), process in zip(order, answers, strict=True):

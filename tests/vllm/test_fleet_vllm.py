@@ -195,13 +195,17 @@ async def test_greedy_text_is_vllms_own(fleet: Fleet, tmp_path: Path) -> None:
 async def test_a_reset_purges_at_once_also_while_requests_run(fleet: Fleet) -> None:
     replica = fleet.replicas[0]
     name = f"r{replica.port}"
-    plain = [Ask("gamma", ask.body | {"max_tokens": 24}) for ask in asks(6, seed=4)]
-    before = await play(fleet.router.url, plain, at_once=6)
-    running = asyncio.create_task(play(fleet.router.url, plain, at_once=6))
-    await asyncio.sleep(0.5)
+    plain = [Ask("gamma", ask.body | {"max_tokens": 96}) for ask in asks(8, seed=4)]
+    before = await play(fleet.router.url, plain, at_once=8)
+    assert name in {answer.headers["x-hotbranch-replica"] for answer in before}
     async with grpc.aio.insecure_channel(replica.address) as channel:
         stub = ReplicaStub(channel)
         epoch = (await stub.Describe(pb.DescribeRequest())).epoch
+        running = asyncio.create_task(play(fleet.router.url, plain, at_once=8))
+        # vLLM tells of a reset with its next step alone: one must be to come.
+        while not replica.metric("vllm:num_requests_running"):
+            assert not running.done(), "none of them was seen to run"
+            await asyncio.sleep(0.02)
         known = fleet.router.held(name)
         began = time.monotonic()
         reply = await stub.Flush(pb.FlushRequest())
