@@ -1,6 +1,7 @@
 """What a replica knows of one rank of vLLM, from its events and its steps."""
 
 import struct
+from functools import partial
 
 import pytest
 
@@ -51,6 +52,36 @@ def test_events_become_runs_of_the_rank(rank: Rank) -> None:
     assert rank.mirror.resident(Namespace("m"), IDS, 8) == BLOCK
     assert rank.load().cached_blocks == 1
     assert rank.load().evicted_blocks == 1
+
+
+def test_what_a_prompt_computed_counts_before_its_events_come(rank: Rank) -> None:
+    space, step = Namespace("m"), Stepped(3, 0.0, 8, 0.1)
+    resident = partial(rank.mirror.resident, space, IDS, 8)
+    rank.admission.add(Request(1, space, IDS, Sampling(max_tokens=4)), 0.0)
+    assert rank.admission.next(0, 0.0)
+    assert resident() == 0
+    rank.admission.generated(1, 1)
+    rank.stepped(step)
+    assert resident() == 2 * BLOCK
+    assert rank.load().cached_blocks == 0 and rank.snapshot() == []
+    rank.received(Batch(None, [stored(7, 8)]))
+    assert resident() == 2 * BLOCK
+    rank.received(Batch(None, [removed(8)]))
+    assert resident() == BLOCK, "what was told counts no more by itself"
+    rank.received(Batch(None, [removed(7)]))
+    assert resident() == 0
+
+
+def test_what_is_never_told_is_not_believed_for_long(rank: Rank) -> None:
+    space, step = Namespace("m"), Stepped(3, 0.0, 8, 0.1)
+    rank.mirror.computed(space, IDS)
+    rank.stepped(step)
+    assert rank.mirror.resident(space, IDS, 8) == 2 * BLOCK
+    rank.stepped(step)
+    assert rank.mirror.resident(space, IDS, 8) == 0
+    rank.mirror.computed(space, IDS)
+    rank.reset()
+    assert rank.mirror.resident(space, IDS, 8) == 0
 
 
 def test_a_clear_of_vllms_own_wipes(rank: Rank) -> None:

@@ -123,6 +123,7 @@ class Admission:
         if not admitted.begun:
             admitted.ahead = 0
             sequence.computed = sequence.prompt_len
+            self._mirror.computed(sequence.request.namespace, sequence.request.prompt)
             self.context_tokens += sequence.prompt_len
         sequence.computed += tokens
         self.context_tokens += tokens

@@ -21,7 +21,11 @@ class Held:
 
 
 class Mirror:
-    """Implements `replicas.radix.waiting.Cache` over the blocks of one rank. Pure."""
+    """Implements `replicas.radix.waiting.Cache` over the blocks of one rank. Pure.
+
+    A first token may come before the events of its step: what was computed for it counts as held
+    until the second step after it is over.
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -29,14 +33,30 @@ class Mirror:
         self.size = 0  # blocks held, copies included
         self.stored = self.evicted = 0  # blocks, since the start
         self._held: dict[int, Held] = {}  # by key
+        self._computed: dict[int, Held] = {}  # not told yet, since this step
+        self._before: dict[int, Held] = {}  # since the step before
         self._serial = count()
 
     def wipe(self) -> None:
         """All is gone at once."""
         self._held.clear()
+        self._computed, self._before = {}, {}
         self.version += 1
         self.evicted += self.size
         self.size = 0
+
+    def computed(self, namespace: Namespace, tokens: bytes) -> None:
+        """A prompt has its first token; events will tell of its blocks."""
+        for key in _keys(tokens, self.block_size, namespace):
+            if key not in self._held:
+                self._computed[key] = Held(next(self._serial))
+        self.version += 1
+
+    def stepped(self) -> None:
+        """A step is over."""
+        if self._computed or self._before:
+            self._computed, self._before = {}, self._computed
+            self.version += 1
 
     def store(self, runs: Iterable[StoredRun]) -> None:
         for run in runs:
@@ -46,6 +66,8 @@ class Mirror:
             self.stored += len(run.keys)
             self.size += len(run.keys)
             for key in run.keys:
+                self._computed.pop(key, None)
+                self._before.pop(key, None)
                 if (held := self._held.get(key)) is not None:
                     held.copies += 1
                 else:
@@ -75,7 +97,7 @@ class Mirror:
     def path(self, namespace: Namespace, tokens: bytes, limit: int) -> Sequence[Held]:
         path = []
         for key in _keys(tokens, self.block_size, namespace)[: limit // self.block_size]:
-            held = self._held.get(key)
+            held = self._held.get(key) or self._computed.get(key) or self._before.get(key)
             if held is None:
                 break
             path.append(held)

@@ -88,6 +88,7 @@ class Rank:
 
     def stepped(self, step: Stepped) -> None:
         """A step is over."""
+        self.mirror.stepped()
         self._used_blocks = round(step.usage * self._blocks)
         if step.seconds:
             self._cost.observe(step.prefill, step.seconds)
