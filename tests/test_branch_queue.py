@@ -197,7 +197,8 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self, order: Order, quantum: float) -> None:
         self.order, self.quantum = order, quantum
         self.shares = Shares({"x": 2.0}, quantum)
-        self.queue = BranchQueue(SIZE, self.shares, order)
+        self.lacking: dict[int, set[BranchQueue]] = {}
+        self.queue = BranchQueue(SIZE, self.shares, order, self.lacking)
         self.waiting: dict[int, tuple[Job, Reuse]] = {}
         self.service: dict[str, float] = {}
         self.lately: Counter[str] = Counter()
@@ -249,6 +250,20 @@ class QueueMachine(RuleBasedStateMachine):
             assert self.queue.before(1 << 30, over=False) == within
             assert self.queue.before(0, over=True) == within
         self._leave(head[0], charge)
+
+    @rule(path=st.lists(st.integers(0, 1), max_size=5), guess=st.integers(0, 6))
+    def promise(self, path: list[int], guess: int) -> None:
+        """Of a prompt of which the server has any number of blocks."""
+        keys = job(0, *path).keys[SIZE]
+        for held, key in enumerate(keys):
+            depths = [
+                sum(one == other for one, other in zip(keys, known.keys[SIZE], strict=False))
+                for known, reuse in self.waiting.values()
+                if known.keys[SIZE][reuse.gpu : reuse.gpu + 1] == [key]
+            ]
+            assert bool(depths) == (self.queue in self.lacking.get(key, ()))
+            if depths:
+                assert self.queue.promised(keys, held, guess) in depths
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

@@ -55,6 +55,7 @@ class Told:
     step_s: float = 0.01
     prefill_s_per_token: float = 0.001
     used_blocks: int = 0
+    cached_blocks: int = 0
     total_blocks: int = 0
 
 
@@ -99,6 +100,13 @@ def test_a_server_has_a_window_of_chunks_ahead_and_the_rest_waits() -> None:
     # two chunks are 320 tokens: three jobs of 129 reach them
     assert world.arrive(*(job(i, i, 1, 2, 3, 4, 5, 6, 7) for i in range(5))) == [0, 1, 2]
     assert set(world.scheduler.waiting) == {3, 4}
+
+
+def test_a_slow_server_has_less_than_a_chunk_ahead() -> None:
+    world = World(window=1.0)
+    world.scheduler.reported(world.servers[0], Told(prefill_s_per_token=0.005), 2.0)
+    # it computes a hundred tokens in half a second
+    assert world.arrive(*(job(i, i, 1, 2, 3) for i in range(3))) == [0, 1]
 
 
 def test_what_begins_makes_room_for_what_waits() -> None:
@@ -202,6 +210,7 @@ def test_a_server_that_goes_gives_its_jobs_back() -> None:
     lost, outs = world.scheduler.remove(HOLDERS[1], 1.0)
     assert sorted(gone.id for gone in lost) == [1, 2] and outs == []
     assert world.scheduler.waiting == {} and world.scheduler._reasons == {}
+    assert world.scheduler._lacking == {} and world.scheduler._queues == {}
 
 
 def test_a_job_that_waits_can_be_cancelled_once() -> None:
@@ -266,6 +275,7 @@ def test_every_job_goes_out_once_and_nothing_is_left(
         world.scheduler.ended(done.job, done.server, now)
     assert sorted(sent.job.id for sent in out) == list(range(len(arrivals)))
     assert not world.scheduler.waiting and not world.scheduler._reasons
+    assert not world.scheduler._lacking
     for server in world.servers:
         assert not server.sent and not len(server.queue) and server.queue.tokens == 0
         assert server.outstanding.tokens == 0
@@ -387,6 +397,15 @@ def test_new_families_spread_and_each_stays_together(count: int) -> None:
             world.scheduler.ended(out.job, out.server, 0.0)
     assert all(len(where) == 1 for where in homes.values())
     assert len(set().union(*homes.values())) == count
+
+
+def test_a_family_stays_together_while_its_first_prompt_waits() -> None:
+    """Nobody has anything of it, and the server that it waits for has a longer queue by then."""
+    world = World(Hotbranch(), 2, window=1.0)
+    world.arrive(*(job(id, id, *range(1, 20)) for id in range(8)))
+    family = [job(100 + id, 100, *range(200, 230), id) for id in range(12)]
+    assert world.arrive(*family) == []
+    assert len({world.scheduler.waiting[member.id].holder for member in family}) == 1
 
 
 def test_a_policy_that_does_not_hold_tells_replicas_nothing_of_shares() -> None:

@@ -29,6 +29,7 @@ class Told:
     waiting: int = 0
     step_s: float = 0.0
     used_blocks: int = 0
+    cached_blocks: int = 0
     total_blocks: int = 0
 
 
@@ -188,6 +189,19 @@ def test_who_has_measured_nothing_counts_as_typical() -> None:
     world = World("a", "b")
     fresh = world.scheduler.add(Holder("c"), SIZE, 160)
     assert fresh.prefill_s_per_token == 1e-3
+
+
+def test_what_begins_a_branch_does_not_go_where_caches_are_replaced_faster() -> None:
+    world = World("a", "b")
+    homes = {id: world.home(job(id, id, *range(20))) for id in range(60)}
+    for name, tokens in (("a", 1_300_000), ("b", 1_000_000)):
+        world.told(name, Told(cached_blocks=950, total_blocks=1000))
+        world.scheduler.servers[Holder(name)].stored.sent(tokens, 0.0)
+    assert {world.home(job(id, id, *range(20))) for id in range(60)} == {Holder("b")}
+    world.told("a", Told(cached_blocks=500, total_blocks=1000))  # it has room now
+    assert {world.home(job(id, id, *range(20))) for id in range(60)} == {Holder("a")}
+    world.told("b", Told(cached_blocks=500, total_blocks=1000))
+    assert {id: world.home(job(id, id, *range(20))) for id in range(60)} == homes
 
 
 def test_families_spread_and_each_stays() -> None:

@@ -22,7 +22,7 @@ from bench.fleet.traces import TraceError
 from hotbranch.settings import SimulateSettings
 from replicas.simulated.profile import DEFAULT, Profile
 from router.fleet import memory, outstanding
-from router.schedule import scheduler, shares
+from router.schedule import branch_queue, scheduler, shares
 from router.schedule.policies import hotbranch, pace
 
 MOONCAKE = "mooncake-fast25/{}_trace.jsonl"
@@ -51,9 +51,13 @@ RULES: Mapping[str, Without] = {
     ),
     "no crowd": Without(((hotbranch, "CROWD", 0.0),)),
     "rendezvous tolerates nothing": Without(((hotbranch, "TOLERANCE", 0.0),)),
+    "how fast caches are replaced is not looked at": Without(((hotbranch, "SHORTER", inf),)),
     "little matches count": Without(((hotbranch, "LITTLE", 0.0),)),
     "how far it has come is not read from reports": Without(((outstanding, "CROSSING", 1 << 30),)),
     "how full caches are is not looked at": Without(((memory, "FULL", inf),)),
+    "what those that wait will bring is not looked at": Without(
+        ((branch_queue, "_common", lambda *known: known[2] - 1),)
+    ),
     "no stealing": Without(((scheduler, "LOOKED_AT", 0),)),
     "tenants are not held to their shares": Without(((shares, "OVER", inf),)),
     "by arrival at the router": Without(settings={"order": "arrival"}),

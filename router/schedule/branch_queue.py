@@ -64,11 +64,19 @@ class _Tenant:
 class BranchQueue:
     """Of a server with blocks of `block_size` tokens. Pure.
 
-    What is reused is as of the last `file`; `tokens` sums what all need.
+    What is reused is as of the last `file`; `tokens` sums what all need. `lacking` is common to all
+    queues of a fleet: by a block's key, those where it is the first that somebody lacks.
     """
 
-    def __init__(self, block_size: int, shares: Shares, order: Order = "depth_first") -> None:
+    def __init__(
+        self,
+        block_size: int,
+        shares: Shares,
+        order: Order = "depth_first",
+        lacking: "dict[int, set[BranchQueue]] | None" = None,
+    ) -> None:
         self.tokens = 0
+        self._lacking = {} if lacking is None else lacking
         self._block_size = block_size
         self._shares = shares
         self._order = order
@@ -99,6 +107,7 @@ class BranchQueue:
         self._count(entry, 1)
         if (key := self._missing(entry)) is not None:
             self._below.setdefault(key, {})[job.id] = entry
+            self._lacking.setdefault(key, set()).add(self)
         age, waiting = (job.arrived, next(self._serial), entry), len(self._entries)
         _push(self._oldest, age, waiting)
         _push(tenant.heap, (*self._rank(entry), *age), waiting)
@@ -129,6 +138,13 @@ class BranchQueue:
     def below(self, key: int) -> Sequence[Job]:
         """Those for whom the block `key` is the first that the server lacks on its GPU."""
         return [entry.job for entry in self._below.get(key, {}).values()]
+
+    def promised(self, keys: Sequence[int], held: int, guess: int) -> int:
+        """Leading blocks of a prompt that the server will have once those that wait here have run,
+        where it has `held` now and somebody lacks the next one: as many as the first of them has.
+        The right `guess` spares a search."""
+        sibling = next(iter(self._below[keys[held]].values()))
+        return _common(keys, sibling.job.keys[self._block_size], held + 1, guess)
 
     def some(self, most: int) -> Sequence[tuple[Job, Reuse]]:
         """Some of those that were filed first, and their reuse."""
@@ -173,6 +189,9 @@ class BranchQueue:
             del siblings[entry.job.id]
             if not siblings:
                 del self._below[key]
+                self._lacking[key].discard(self)
+                if not self._lacking[key]:
+                    del self._lacking[key]
 
     def _count(self, entry: _Entry, more: int) -> None:
         tenant, size = self._tenants[entry.job.tenant], entry.uncached.bit_length()
@@ -193,6 +212,22 @@ class BranchQueue:
         for size, (jobs, tokens) in counts:
             if jobs:
                 self._class(tenant).count(size, jobs, tokens)
+
+
+def _common(one: Sequence[int], other: Sequence[int], least: int, guess: int) -> int:
+    """Blocks that both begin with, at least `least`. A key says all before it, too."""
+    most = min(len(one), len(other))
+    if least <= guess <= most and one[guess - 1] == other[guess - 1]:
+        least = guess
+        if guess < most and one[guess] != other[guess]:
+            return guess
+    while least < most:
+        middle = (least + most) // 2
+        if one[middle] == other[middle]:
+            least = middle + 1
+        else:
+            most = middle
+    return least
 
 
 def _head(heap: list[Any]) -> _Entry | None:

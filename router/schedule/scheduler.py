@@ -107,6 +107,8 @@ class FleetScheduler:
         self._rules = rules
         self._shares = Shares(weights, rules.quantum)
         self._reasons: dict[int, str] = {}
+        self._lacking: dict[int, set[BranchQueue]] = {}  # as the queues keep it
+        self._queues: dict[BranchQueue, Holder] = {}
         self._room, self._sizes = inf, set[int]()  # as in _joined
         self._level_at = 0.0
         self._typical = 0.0  # prefill seconds a token; 0 when none has measured it
@@ -120,7 +122,8 @@ class FleetScheduler:
         offers: frozenset[str] = frozenset(),
     ) -> Server:
         """A server that the index knows. A prompt of `room` tokens is too long for it."""
-        queue = BranchQueue(block_size, self._shares, self._rules.order)
+        queue = BranchQueue(block_size, self._shares, self._rules.order, self._lacking)
+        self._queues[queue] = holder
         server = Server(holder, block_size, chunk_tokens, queue, room, offers)
         self.servers[holder] = server
         self._joined()
@@ -145,6 +148,7 @@ class FleetScheduler:
                 out += self._place(job, now)
             except Nowhere:
                 lost.append(job)
+        del self._queues[server.queue]
         return lost, out
 
     def _joined(self) -> None:
@@ -186,7 +190,8 @@ class FleetScheduler:
             raise Nowhere
         self._index.expire(now)
         matched = self._matched(job)
-        placement = self._policy.choose(job, servers, matched, now)
+        promised = self._promised(job, matched)
+        placement = self._policy.choose(job, servers, promised, now)
         server = placement.server
         reuse = server.reuse(matched)
         if not self._policy.holds:
@@ -267,6 +272,20 @@ class FleetScheduler:
                     found[holder] = min(depth, longest)
         return found
 
+    def _promised(self, job: Job, matched: Mapping[Holder, int]) -> Mapping[Holder, int]:
+        """What is matched, and what those that wait for a server will bring: else a family whose
+        first prompt waits would scatter."""
+        promised = dict(matched)
+        for size, keys in job.keys.items():
+            longest, depth = (job.tokens - 1) // size, 0
+            for held in {0, *matched.values()}:
+                for queue in self._lacking.get(keys[held], ()) if held < len(keys) else ():
+                    holder = self._queues[queue]
+                    if matched.get(holder, 0) == held:
+                        depth = queue.promised(keys, held, depth)
+                        promised[holder] = min(depth, longest)
+        return promised
+
     def _reuse(self, job: Job, server: Server) -> Reuse:
         return server.reuse(self._matched(job))
 
@@ -305,7 +324,9 @@ class FleetScheduler:
         self._index.predict(server.holder, keys, now)
         rank = self._rank(job)
         server.outstanding.sent(job.id, uncached, rank)
-        server.memory.sent(job.id, _added(job, server, reuse))
+        added = _added(job, server, reuse)
+        server.memory.sent(job.id, added)
+        server.stored.sent(added, now)
         server.sent[job.id] = job, now
         self._shares.charge(job.tenant, uncached, now)
         self._policy.sent(job, server, now)
@@ -324,7 +345,7 @@ class FleetScheduler:
         before = server.outstanding.tokens
         if self._rules.order == "depth_first":
             before = server.outstanding.before(uncached, self._rank(job))
-        window, memory = self._rules.window * server.chunk_tokens, server.memory
+        window, memory = self._rules.window * server.ahead, server.memory
         if job.arrived < now - self._rules.starvation_s:
             return before < window
         if server.sent and _added(job, server, reuse) > memory.room:

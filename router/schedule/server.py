@@ -9,11 +9,14 @@ from hotbranch.v1.cache_pb2 import TIER_CPU, TIER_DISK
 from router.fleet.holder import Holder
 from router.fleet.memory import Memory
 from router.fleet.outstanding import Outstanding
+from router.fleet.turnover import Turnover
 from router.schedule.branch_queue import BranchQueue
 from router.schedule.job import Job
 from router.schedule.reuse import Reuse
 
 PREFILL_S_PER_TOKEN = 1e-4  # until some server has measured its own
+AHEAD_S = 0.5  # of work in advance is enough for any: a slow one gets less than a chunk
+FULL = 0.9  # of a cache, copies included: from here on what comes replaces something
 
 
 class Report(Protocol):
@@ -52,6 +55,7 @@ class Server:
     offers: frozenset[str] = frozenset()
     outstanding: Outstanding = field(default_factory=Outstanding)
     memory: Memory = field(default_factory=Memory)
+    stored: Turnover = field(default_factory=Turnover)
     sent: dict[int, tuple[Job, float]] = field(default_factory=dict)
     report: Report | None = None
     measured: float = 0.0
@@ -101,6 +105,18 @@ class Server:
     def requests(self) -> int:
         """That it has, of all routers."""
         return self.others + len(self.sent)
+
+    @property
+    def ahead(self) -> float:
+        """Tokens to have it compute before it is sent more."""
+        return min(self.chunk_tokens, AHEAD_S / self.prefill_s_per_token)
+
+    def turnover(self, now: float) -> float:
+        """The part of its cache that was replaced lately; 0 while there is room."""
+        report = self.report
+        if report is None or report.cached_blocks < FULL * report.total_blocks:
+            return 0.0
+        return self.stored.lately(now) / self.memory.total
 
     @property
     def drained_s(self) -> float:

@@ -209,7 +209,7 @@ async def test_a_reset_purges_at_once_also_while_requests_run(fleet: Fleet) -> N
         known = fleet.router.held(name)
         assert known
         began = time.monotonic()
-        flushing = asyncio.create_task(stub.Flush(pb.FlushRequest()))
+        flushing = stub.Flush(pb.FlushRequest())
         while await asyncio.to_thread(fleet.router.held, name) & known:
             assert time.monotonic() - began < 1.0
         assert (await flushing).epoch != epoch

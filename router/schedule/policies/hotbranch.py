@@ -17,6 +17,7 @@ LITTLE = 0.25  # of a prompt: a shorter match than this is no reason to follow i
 TOLERANCE = 0.2  # of a cost, and of a prompt's price: what it may cost more to meet others, at most
 HEAVIEST = 1 << 64  # no digest is so large
 _TIER = attrgetter("tier")
+SHORTER = 1.2  # times that a cache keeps what it has shorter than another: clearly
 CROWD = 20.0  # steps that a request makes longer for each one that runs beside it
 
 
@@ -35,19 +36,25 @@ class Hotbranch:
         to a further server as soon as its own has a queue, and one that cools is evicted there.
         Where the match is little of the prompt, or all have it, the prompt begins a branch: then
         the first of two rendezvous candidates wins (Thaler and Ravishankar 1998), or the second
-        one, unless it is clearly dear. They go by the first block that nobody has: a family of
-        prompts meets before any report is there, families spread.
+        one, where the first is clearly dear or keeps what it has for a clearly shorter time. They
+        go by the first block that nobody has: a family of prompts meets before any report is there,
+        families spread.
         """
         depths, reach = _depths(servers, matched)
         self.pace.look(servers, now)
-        at, reason = self._choose(job, servers, depths, reach)
+        at, reason = self._choose(job, servers, depths, reach, now)
         server = servers[at]
         uncached = job.tokens - depths[at]
         self.pace.placed(uncached * server.prefill_s_per_token, max(reach) / job.tokens, now)
         return Placement(server, reason)
 
     def _choose(
-        self, job: Job, servers: Sequence[Server], depths: Sequence[int], reach: Sequence[int]
+        self,
+        job: Job,
+        servers: Sequence[Server],
+        depths: Sequence[int],
+        reach: Sequence[int],
+        now: float,
     ) -> tuple[int, str]:
         if len(servers) == 1:
             return 0, "only"
@@ -69,6 +76,8 @@ class Hotbranch:
             extra = TOLERANCE * min(1.0, self.pace.found / RECURRING) * dear
             slack = extra * price * job.tokens * servers[cheapest].prefill_s_per_token
             home, second = _rendezvous(job, servers, shared)
+            if servers[home].turnover(now) > SHORTER * servers[second].turnover(now):
+                home, second = second, home
             if even[home] > (1 + extra) * even[second] + slack:
                 home = second
             if even[home] <= (1 + extra) * even[cheapest] + slack:
