@@ -36,7 +36,7 @@ BLOCK = 32  # tokens; the least that vLLM has on a CPU
 BLOCKS = 200  # of each server: 6,400 tokens
 DOCUMENTS = 24  # of about 640 tokens: together they take 480 blocks
 OUTPUT = 8  # tokens
-OPEN = 10  # requests at any time
+OPEN = 24  # requests at any time
 OURS, METRICS = "hotbranch", ("hit_rate", "ttft_mean", "ttft_p99", "throughput")
 
 WORDS = (
@@ -199,7 +199,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=2, help="times each policy plays (2)")
-    parser.add_argument("--requests", type=int, default=120, help="in one play (120)")
+    parser.add_argument("--requests", type=int, default=200, help="in one play (200)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write there too")
     arguments = parser.parse_args()
     for needed in (PYTHON, ROOT / ".venv-gateways/bin/smg"):
