@@ -193,11 +193,16 @@ def test_who_has_measured_nothing_counts_as_typical() -> None:
 
 def test_what_begins_a_branch_does_not_go_where_caches_are_replaced_faster() -> None:
     world = World("a", "b")
+    policy = world.scheduler._policy
+    assert isinstance(policy, Hotbranch)
     homes = {id: world.home(job(id, id, *range(20))) for id in range(60)}
     for name, tokens in (("a", 1_300_000), ("b", 1_000_000)):
         world.told(name, Told(cached_blocks=950, total_blocks=1000))
         world.scheduler.servers[Holder(name)].stored.sent(tokens, 0.0)
     assert {world.home(job(id, id, *range(20))) for id in range(60)} == {Holder("b")}
+    policy.pace._ours = 0.0  # one of many routers knows nothing of the sort
+    assert {id: world.home(job(id, id, *range(20))) for id in range(60)} == homes
+    policy.pace._ours = 1.0
     world.told("a", Told(cached_blocks=500, total_blocks=1000))  # it has room now
     assert {world.home(job(id, id, *range(20))) for id in range(60)} == {Holder("a")}
     world.told("b", Told(cached_blocks=500, total_blocks=1000))

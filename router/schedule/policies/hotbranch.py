@@ -76,7 +76,8 @@ class Hotbranch:
             extra = TOLERANCE * min(1.0, self.pace.found / RECURRING) * dear
             slack = extra * price * job.tokens * servers[cheapest].prefill_s_per_token
             home, second = _rendezvous(job, servers, shared)
-            if servers[home].turnover(now) > SHORTER * servers[second].turnover(now):
+            shorter = servers[home].turnover(now) > SHORTER * servers[second].turnover(now)
+            if shorter and self.pace.alone:  # one of many sees little of what caches are sent
                 home, second = second, home
             if even[home] > (1 + extra) * even[second] + slack:
                 home = second
